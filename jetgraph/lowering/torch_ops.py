@@ -1,0 +1,148 @@
+"""The `torch.ops.jetgraph` namespace: one operator per primitive that a lowered graph calls.
+
+Each has a fake implementation (so torch.compile sees shapes) and runs `jetgraph.lowering.reference`.  Trainer, exporter
+and engine plugin call these same operators; that is how one declared scale rule gives the same codes everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetgraph.lowering import reference
+from jetgraph.precision import Scale
+
+E4M3 = torch.float8_e4m3fn
+
+
+def scale_arguments(scale: Scale) -> tuple[int, int, float, float, str, bool]:
+    """A declared `Scale` as the trailing arguments of `jetgraph::quantize`."""
+    rows, cols = scale.granularity.rows or 0, scale.granularity.cols or 0
+    rule = scale.rule
+    return rows, cols, rule.qmax, rule.amax_floor, str(rule.division), rule.power_of_two
+
+
+def _grid(size: int | torch.SymInt, block: int) -> int | torch.SymInt:
+    return (size + block - 1) // block if block else 1
+
+
+@torch.library.custom_op("jetgraph::quantize", mutates_args=())
+def quantize(
+    x: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """x [R, C] → codes [R, C], scales [⌈R/rows⌉, ⌈C/cols⌉]."""
+    return reference.quantize(x, rows, cols, qmax, amax_floor, division, power_of_two)
+
+
+@quantize.register_fake
+def _(x, rows, cols, qmax, amax_floor, division, power_of_two):
+    scale = x.new_empty((_grid(x.shape[0], rows), _grid(x.shape[1], cols)), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=E4M3), scale
+
+
+@torch.library.custom_op("jetgraph::quantize_tokens", mutates_args=())
+def quantize_tokens(
+    x: Tensor, group: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """x [T, C] → codes [C, T], scales [C, ⌈T/group⌉]: groups along the tokens, stored token-contiguous for WGRAD."""
+    return reference.quantize(x.t(), 1, group, qmax, amax_floor, division, power_of_two)
+
+
+@quantize_tokens.register_fake
+def _(x, group, qmax, amax_floor, division, power_of_two):
+    codes = x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3)
+    return codes, x.new_empty((x.shape[1], _grid(x.shape[0], group)), dtype=torch.float32)
+
+
+@torch.library.custom_op("jetgraph::requantize_tokens", mutates_args=())
+def requantize_tokens(
+    codes: Tensor,
+    scale: Tensor,
+    cols: int,
+    group: int,
+    qmax: float,
+    amax_floor: float,
+    division: str,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor]:
+    """codes [T, C] grouped 1 x cols → codes [C, T] grouped along the tokens; a second quantisation of saved codes."""
+    x = reference.dequantize(codes, scale, 1, cols)
+    return reference.quantize(x.t(), 1, group, qmax, amax_floor, division, power_of_two)
+
+
+@requantize_tokens.register_fake
+def _(codes, scale, cols, group, qmax, amax_floor, division, power_of_two):
+    out = codes.new_empty((codes.shape[1], codes.shape[0]))
+    return out, scale.new_empty((codes.shape[1], _grid(codes.shape[0], group)))
+
+
+@torch.library.custom_op("jetgraph::fp8_gemm", mutates_args=())
+def fp8_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int
+) -> Tensor:
+    """a [M, K] @ b [N, K].T (+ bias [N]) → BF16 [M, N]; accumulated in FP32 and rounded once."""
+    out = reference.fp8_gemm(a, a_scale, b, b_scale, b_rows, group)
+    return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+
+
+@fp8_gemm.register_fake
+def _(a, a_scale, b, b_scale, bias, b_rows, group):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("jetgraph::row_tile_gemm", mutates_args=())
+def row_tile_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """BF16 x [..., K] @ weight [N, K].T, row-invariant; gradients are torch's own BF16 GEMMs."""
+    return reference.row_tile_gemm(x, weight)
+
+
+@row_tile_gemm.register_fake
+def _(x, weight):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _save_linear(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_gradient(ctx, grad):
+    x, weight = ctx.saved_tensors
+    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    d_weight = flat.t() @ rows if ctx.needs_input_grad[1] else None
+    return (flat @ weight).view(x.shape), d_weight
+
+
+row_tile_gemm.register_autograd(_linear_gradient, setup_context=_save_linear)
+
+
+@torch.library.custom_op("jetgraph::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention, q [B, H, n, D], k and v [B, Hkv, L, D] → [B, n, H, D]."""
+    return reference.attention(q, k, v, scale)
+
+
+@attention.register_fake
+def _(q, k, v, scale):
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+
+
+@torch.library.custom_op("jetgraph::attention_backward", mutates_args=())
+def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.attention_backward(grad, q, k, v, scale)
+
+
+@attention_backward.register_fake
+def _(grad, q, k, v, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_attention(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.scale = inputs[3]
+
+
+def _attention_gradient(ctx, grad):
+    return (*torch.ops.jetgraph.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
+
+
+attention.register_autograd(_attention_gradient, setup_context=_save_attention)

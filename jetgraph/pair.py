@@ -1,0 +1,127 @@
+"""The ten-minute path: a model folder, a training policy and a rollout engine → two captured graphs and a verdict.
+
+Trainer and engine run in separate processes; what they share is the model folder, the exported checkpoint and the two
+graph files.  Nothing here knows which engine it is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jetgraph.engines import EngineRun, RolloutPlan, get_engine
+from jetgraph.export import export_checkpoint
+from jetgraph.graph import PrecisionGraph
+from jetgraph.policy import get_policy
+from jetgraph.scoring import Mismatch, Rollout
+from jetgraph.verify import Result, verify
+
+Say = Callable[[str], None]
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer's process ended with an error; carries the last lines it printed."""
+
+
+@dataclass(frozen=True)
+class TrainerRun:
+    """What the trainer's process reports: where its graph is, how long compiling took, mismatch per rollout plan."""
+
+    graph: Path | None
+    compile_seconds: float
+    num_compiles: int
+    saved: dict[str, Any] = field(default_factory=dict)
+    mismatches: dict[str, Mismatch] = field(default_factory=dict)
+
+
+def run_trainer(
+    model_dir: Path,
+    policy: str,
+    provider: str,
+    *,
+    graph: Path | None = None,
+    rollouts: dict[str, Sequence[Rollout]] | None = None,
+    say: Say = print,
+) -> TrainerRun:
+    """Compile, capture one step to ``graph`` and score ``rollouts``, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, results = Path(folder, "job.json"), Path(folder, "results.json")
+        content = {
+            "model_dir": str(model_dir),
+            "policy": policy,
+            "provider": provider,
+            "graph": str(graph) if graph else None,
+            "rollouts": {name: [asdict(r) for r in items] for name, items in (rollouts or {}).items()},
+            "results": str(results),
+        }
+        job.write_text(json.dumps(content))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jetgraph.train_process", str(job)], stderr=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines = [*lines[-30:], line.rstrip()]
+            if line.startswith("jetgraph:"):
+                say(line.removeprefix("jetgraph:").strip())
+        if process.wait() != 0:
+            raise TrainerFailed("the trainer ended with an error; its last lines:\n" + "\n".join(lines))
+        data = json.loads(results.read_text())
+    mismatches = {name: Mismatch(**values) for name, values in data["mismatches"].items()}
+    return TrainerRun(graph, data["compile_seconds"], data["num_compiles"], data["saved"], mismatches)
+
+
+def run_engine(
+    model_dir: Path,
+    policy: str,
+    engine: str,
+    work: Path,
+    *,
+    stock: bool = False,
+    graph: Path | None = None,
+    plans: Sequence[RolloutPlan] = (),
+    say: Say = print,
+) -> EngineRun:
+    """Export ``model_dir`` for the rollout of ``policy`` and run the engine; ``stock`` runs the folder as it is."""
+    integration = get_engine(engine)
+    if stock:
+        folder = model_dir
+    else:
+        folder = work / f"exported-{policy}"
+        if not (folder / "config.json").exists():
+            say(f"exporting the {policy} checkpoint")
+            export_checkpoint(model_dir, folder, policy)
+    return integration.run(folder, graph=graph, plans=plans, say=say)
+
+
+def verify_model(
+    model_dir: Path, policy: str, engine: str, work: Path, *, stock: bool = False, say: Say = print
+) -> Result:
+    """Capture both sides of ``policy`` into ``work`` (train.json, infer.json) and verify them."""
+    get_policy(policy)
+    get_engine(engine)
+    work.mkdir(parents=True, exist_ok=True)
+    train, infer = work / "train.json", work / "infer.json"
+    run_trainer(model_dir, policy, "stock" if stock else "reference", graph=train, say=lambda t: say(f"trainer: {t}"))
+    run_engine(model_dir, policy, engine, work, stock=stock, graph=infer, say=lambda t: say(f"{engine}: {t}"))
+    return verify_files(train, infer)
+
+
+def verify_files(train: Path, infer: Path) -> Result:
+    """Verify two graph files; a certificate is bound to their bytes."""
+    files = [_read(path) for path in (train, infer)]
+    graphs = [PrecisionGraph.from_json(data.decode("utf-8", errors="replace")) for data in files]
+    return verify(*graphs, train_file=files[0], infer_file=files[1])
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,243 @@
+"""One live training step → the precision graph of what it executed, forward and backward.
+
+`capture_step` runs the compiled model on real inputs under a `Recorder`; `lift_step` expands the record.  The graph's
+observables are the logits, the logprob of each target token, K and V of every layer, and the gradient of every
+parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import jetgraph.lift_all  # noqa: F401  (registers the handlers)
+from jetgraph.capture import Recorder, RegionCall, Step, recording
+from jetgraph.compiler import Compiled
+from jetgraph.digest import tensor_digest
+from jetgraph.fx_record import record_graph
+from jetgraph.graph import Node, Phase, PrecisionGraph, Role
+from jetgraph.layout import Value
+from jetgraph.lift import Frame, Lifter, Zeros
+from jetgraph.lowering import reference
+from jetgraph.lowering.torch_ops import scale_arguments
+from jetgraph.normal_form import Provenance, TermBuilder
+from jetgraph.precision import F32
+from jetgraph.record import Op, evaluate_size
+
+CAPTURE_LENGTH = 53
+"""Tokens in a capture: a number no tensor dimension of a model has, so that sizes tell the token axis apart."""
+
+
+@dataclass
+class CapturedStep:
+    """A recorded step with the values it produced; ``graph`` is what it executed."""
+
+    graph: PrecisionGraph
+    inputs: dict[str, Tensor]
+    logits: Tensor
+    logprob: Tensor
+    gradients: dict[str, Tensor]
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """FP32 log p(targets[b, t]) from BF16 logits [B, T, V]; targets [B, T]."""
+    logprobs = torch.nn.functional.log_softmax(logits.float(), dim=-1)
+    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def capture_step(compiled: Compiled, input_ids: Tensor | None = None, *, backward: bool = True) -> CapturedStep:
+    """Record and lift one step on ``input_ids`` [1, T].
+
+    The step's loss is Σ d_logprob · logprob with a fixed, non-uniform d_logprob, so that every token's gradient counts.
+    Gradients that the model held before are kept.
+
+    Raises:
+        ValueError: more than one sequence, or a length that is also a dimension of a parameter.
+    """
+    model = compiled.model
+    if input_ids is None:
+        vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+        generator = torch.Generator().manual_seed(0)
+        input_ids = torch.randint(0, vocabulary, (1, CAPTURE_LENGTH), generator=generator)
+    length = input_ids.shape[1]
+    dimensions = {size for p in model.parameters() for size in p.shape}
+    if input_ids.shape[0] != 1 or length in dimensions or length < 3:
+        raise ValueError(
+            f"capture needs one sequence whose length is no dimension of the model; got {tuple(input_ids.shape)}"
+        )
+    inputs = {
+        "input_ids": input_ids,
+        "positions": torch.arange(length)[None],
+        "targets": input_ids.roll(-1, 1),
+        "d_logprob": torch.linspace(-1.0, 1.0, length)[None],
+    }
+    held = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    run = model if backward else torch.no_grad()(model)
+    run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False)  # compiles outside the recording
+    with recording(model, inputs) as recorder:
+        logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False).logits
+        logprob = token_logprobs(logits, inputs["targets"])
+        recorder.step.results |= {"logits": recorder.name_of(logits), "logprob": recorder.name_of(logprob)}
+        if backward:
+            recorder.start_backward()
+            logprob.backward(inputs["d_logprob"])
+            recorder.step.results |= {
+                f"grad.{name}": recorder.name_of(parameter.grad)
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+    gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        parameter.grad = held[name]
+    graph = lift_step(recorder.step, compiled, length)
+    return CapturedStep(graph, inputs, logits.detach(), logprob.detach(), gradients)
+
+
+# ---------------------------------------------------------------------------------------------------------- lifting
+
+
+class _StepLifter:
+    """Lifts the outer trace; a region call in it lifts the region's own graph."""
+
+    def __init__(self, step: Step, model: torch.nn.Module, num_tokens: int) -> None:
+        self.step = step
+        self.builder = TermBuilder()
+        self.recorded: dict[int, list[Op]] = {}
+        kinds = ("forward", "backward", "inference")
+        self.lifter = Lifter(self.builder, num_tokens, {f"region.{kind}": self._region for kind in kinds})
+        self.lifter.handlers |= {f"region.{kind}": self._region for kind in kinds}
+        self.tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+    def run(self) -> dict[str, int]:
+        """Terms of the step's results by name."""
+        output = Op("output", "output", "output", (tuple(map(_ref, self.step.results.values())),))
+        ops = [*self.step.ops, output]
+        bound = {op.name: self._leaf(op) for op in self.step.ops if op.kind == "placeholder"}
+        env = self.lifter.run(ops, bound)
+        layouts = self.lifter.layouts
+        terms = {}
+        for name, op_name in self.step.results.items():
+            value = env[op_name]
+            terms[name] = layouts.read(value) if self.builder.per_token(value.term) else value.term
+        for index, (k, v) in enumerate(self.lifter.keys_values):
+            terms |= {f"k.{index}": k, f"v.{index}": v}
+        return terms
+
+    def _leaf(self, op: Op) -> Any:
+        name = op.target
+        if name.startswith("constant:"):
+            return Value(self.builder.const(float(name.split(":", 1)[1])), (), ())
+        if name == "d_logprob":
+            return self.lifter.token_input(name, 2, F32)
+        if name in ("input_ids", "positions", "targets"):
+            return self.lifter.token_input(name, 2)
+        if name in self.tensors:
+            return self.lifter.parameter(name, op.value.shape, op.value.dtype)
+        self.lifter.unknown.append(f"tensor {name} that nothing in the step made")
+        term = self.builder.intern("unknown", (), {"name": name}, op.value.shape, F32)
+        return self.lifter.layouts.value(term, op.value.shape)
+
+    def _region(self, lifter: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+        call: RegionCall = self.step.regions[op.name]
+        key = id(call.graph)
+        if key not in self.recorded:
+            self.recorded[key] = record_graph(call.graph, "backward" if call.kind == "backward" else "forward")
+        ops = self.recorded[key]
+        names = [o.name for o in ops if o.kind == "placeholder"]
+        env = lifter.run(
+            ops,
+            dict(zip(names, args, strict=True)),
+            prefix=call.prefix,
+            sizes=lambda size: evaluate_size(size, call.sizes),
+        )
+        return lifter.outputs(ops, env)
+
+
+def _ref(name: str) -> Any:
+    from jetgraph.record import Ref
+
+    return Ref(name)
+
+
+def lift_step(step: Step, compiled: Compiled, num_tokens: int) -> PrecisionGraph:
+    """The precision graph of a recorded step, with everything the verifier needs to know in ``meta``."""
+    lifting = _StepLifter(step, compiled.model, num_tokens)
+    outputs = lifting.run()
+    _state_reasons(lifting.builder, compiled)
+    graph = lifting.builder.graph("train", outputs, {})
+    return dataclasses.replace(graph, meta={**graph.meta, **_meta(graph, compiled, lifting.lifter)})
+
+
+def _state_reasons(builder: TermBuilder, compiled: Compiled) -> None:
+    """Write on each GEMM of a linear, and on what quantises for it, the policy rule that decided."""
+    linears = compiled.linears()
+    for index, node in enumerate(builder.nodes):
+        if node.op != "gemm" or node.fqn not in linears:
+            continue
+        reason = linears[node.fqn].reason
+        for i in (index, *(j for j in node.inputs if builder.nodes[j].op == "quantize")):
+            builder.nodes[i] = dataclasses.replace(builder.nodes[i], reason=reason)
+
+
+def _meta(graph: PrecisionGraph, compiled: Compiled, lifter: Lifter) -> dict[str, Any]:
+    model = compiled.model
+    tensors: dict[str, Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    used = {str(n.attr("name")) for n in graph.nodes if n.op == "parameter"}
+    return {
+        "side": "train",
+        "model": type(model).__name__,
+        "policy": compiled.policy.name,
+        "provider": compiled.provider,
+        "device": "cpu",
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "compiler": "fx",
+        "capture": {"regions": len(compiled.regions), "num_tokens": lifter.layouts.num_tokens},
+        "parameters": {
+            name: {
+                "digest": tensor_digest(tensors[name]),
+                "shape": list(tensors[name].shape),
+                "format": {torch.bfloat16: "bf16", torch.float32: "f32"}[tensors[name].dtype],
+            }
+            for name in sorted(used)
+        },
+        "dead": [],
+        "operands": weight_operands(graph, tensors),
+        "scope": {
+            name: {"activation": str(p.activation), "weight": str(p.weight)} for name, p in compiled.linears().items()
+        },
+        "kernels": {
+            k: {"row_invariant": k in reference.ROW_INVARIANT}
+            for k in sorted({n.kernel for n in graph.nodes if n.kernel})
+        },
+        "unknown": sorted(set(lifter.unknown)),
+    }
+
+
+def weight_operands(graph: PrecisionGraph, tensors: dict[str, Tensor]) -> dict[str, dict[str, str]]:
+    """Per quantised parameter: λ, and the digest of the codes and scales that the next forward will use."""
+    operands = {}
+    for node in graph.nodes:
+        if node.op != "quantize" or node.phase is not Phase.FORWARD:
+            continue
+        source: Node = graph.nodes[node.inputs[0]]
+        if source.op != "parameter":
+            continue
+        name, scale = str(source.attr("name")), node.type.precision.scale
+        assert scale is not None
+        codes, scales = reference.quantize(tensors[name].detach(), *scale_arguments(scale))
+        operands[name] = {"precision": str(node.type.precision), "digest": tensor_digest(codes, scales)}
+    return dict(sorted(operands.items()))
+
+
+__all__ = ["CapturedStep", "Provenance", "Recorder", "Role", "Zeros", "capture_step", "lift_step", "token_logprobs"]

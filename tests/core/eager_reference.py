@@ -1,0 +1,169 @@
+"""An independent eager reference of the jet precision flow: own quantiser, own GEMM, own attention, plain autograd.
+
+Nothing here calls jetgraph.  The GEMM works on *integers*: an e4m3 number is an integer multiple of 2^-9, so a group's
+dot product is an exact int64; the attention is written per head in float64.  What must agree bit for bit is what the
+two are defined by: exact group dots, FP32 scales applied in group order, one rounding to BF16.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUP = 128
+E4M3_STEP = 512.0  # e4m3's smallest positive number is 2^-9
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, C] → codes as float32 [R, C], scales [R, ⌈C/128⌉]: groups of 1 x 128."""
+    codes, scales = [], []
+    for start in range(0, x.shape[1], GROUP):
+        group = x[:, start : start + GROUP].float()
+        scale = group.abs().max(dim=1, keepdim=True).values.clamp(min=1e-12) / 448.0
+        codes.append(torch.clamp(group / scale, -448.0, 448.0).to(torch.float8_e4m3fn).float())
+        scales.append(scale)
+    return torch.cat(codes, 1), torch.cat(scales, 1)
+
+
+def quantize_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+    """w [N, K] → codes as float32, and every element's scale [N, K]: blocks of 128 x 128."""
+    codes, full = torch.empty_like(w, dtype=torch.float32), torch.empty_like(w, dtype=torch.float32)
+    for r in range(0, w.shape[0], GROUP):
+        for c in range(0, w.shape[1], GROUP):
+            block = w[r : r + GROUP, c : c + GROUP].float()
+            scale = block.abs().max().clamp(min=1e-12) / 448.0
+            codes[r : r + GROUP, c : c + GROUP] = (
+                torch.clamp(block / scale, -448.0, 448.0).to(torch.float8_e4m3fn).float()
+            )
+            full[r : r + GROUP, c : c + GROUP] = scale
+    return codes, full
+
+
+def integer_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """a [M, K] · b [N, K]ᵀ in BF16; scales [M, G] and [N, G] per group of 128 along K."""
+    left, right = (a * E4M3_STEP).to(torch.int64), (b * E4M3_STEP).to(torch.int64)
+    acc = torch.zeros(a.shape[0], b.shape[0])
+    for g in range(a_scale.shape[1]):
+        part = slice(g * GROUP, (g + 1) * GROUP)
+        exact = left[:, part] @ right[:, part].T  # int64: no rounding at all
+        dot = (exact.double() / E4M3_STEP**2).float()
+        acc = acc + dot * (a_scale[:, g, None] * b_scale[None, :, g])
+    return acc.to(torch.bfloat16)
+
+
+class ReferenceLinear(torch.autograd.Function):
+    """FPROP, DGRAD and WGRAD of one FP8 linear; straight-through quantisation."""
+
+    @staticmethod
+    def forward(ctx, x, weight, requantize):
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        ctx.shape, ctx.requantize = x.shape, requantize
+        codes, scale = quantize_blocks(weight)
+        out = integer_gemm(*quantize_groups(flat), codes, scale[:, ::GROUP])
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])
+        codes, scale = quantize_blocks(weight)
+        dx = integer_gemm(*quantize_groups(grad), codes.T, scale.T[:, ::GROUP])
+        if ctx.requantize:
+            saved, scales = quantize_groups(x)
+            x = saved * scales.repeat_interleave(GROUP, 1)[:, : saved.shape[1]]
+        dw = integer_gemm(*quantize_groups(grad.T), *quantize_groups(x.T))
+        return dx.view(ctx.shape), dw, None
+
+
+class ReferenceAttention(torch.autograd.Function):
+    """Causal attention head by head in float64, rounded once; gradients by the textbook formulas."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        ctx.save_for_backward(q, k, v)
+        ctx.scale = scale
+        out = torch.empty_like(q)
+        for b, h, weights, _k, value in ReferenceAttention.heads(q, k, v, scale):
+            out[b, h] = (weights @ value).to(q.dtype)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def heads(q, k, v, scale):
+        per_group = q.shape[1] // k.shape[1]
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                key, value = k[b, h // per_group].double(), v[b, h // per_group].double()
+                scores = torch.where(visible, (q[b, h].double() @ key.T) * scale, -torch.inf)
+                weights = torch.exp(scores - scores.max(1, keepdim=True).values)
+                yield b, h, weights / weights.sum(1, keepdim=True), key, value
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        per_group = q.shape[1] // k.shape[1]
+        dq = torch.empty_like(q)
+        dk, dv = torch.zeros(k.shape, dtype=torch.float64), torch.zeros(v.shape, dtype=torch.float64)
+        for b, h, weights, key, value in ReferenceAttention.heads(q, k, v, ctx.scale):
+            d_out = grad[b, :, h].double()
+            d_weights = d_out @ value.T
+            d_scores = weights * (d_weights - (d_weights * weights).sum(1, keepdim=True)) * ctx.scale
+            dq[b, h] = (d_scores @ key).to(q.dtype)
+            dk[b, h // per_group] += d_scores.T @ q[b, h].double()
+            dv[b, h // per_group] += weights.T @ d_out
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+
+class ReferenceHead(torch.autograd.Function):
+    """A BF16 linear, sixteen rows at a time."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype)
+        for start in range(0, rows.shape[0], 16):
+            tile = torch.zeros(16, rows.shape[1], dtype=x.dtype)
+            part = rows[start : start + 16]
+            tile[: len(part)] = part
+            out[start : start + 16] = (tile @ weight.T)[: len(part)]
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def make_reference(model, *, requantize: bool = False, quantize: bool = True):
+    """Patch ``model`` to run the reference: FP8 linears in the blocks, BF16 head, float64 attention."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(module, q, k, v, mask, scaling=None, **_):
+        assert mask is None
+        return ReferenceAttention.apply(q, k, v, scaling), None
+
+    ALL_ATTENTION_FUNCTIONS.register("independent", attend)
+    model.config._attn_implementation = "independent"
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            if ".layers." in name and quantize:
+                module.forward = functools.partial(_fp8, module, requantize)
+            else:
+                module.forward = functools.partial(_head, module)
+    return model
+
+
+def _fp8(module, requantize, x):
+    return ReferenceLinear.apply(x, module.weight, requantize)
+
+
+def _head(module, x):
+    return ReferenceHead.apply(x, module.weight)
+
+
+__all__ = ["F", "make_reference"]
