@@ -1,0 +1,18 @@
+"""The engine groups activations 1x64, the trainer 1x128; valid when both use 1x64.  A finer grid is not contained."""
+
+from dataclasses import replace
+
+from mutations import MUTATIONS, apply
+from toy_transformer import ACTIVATION, build
+
+from jetgraph.precision import Granularity
+
+FINER = replace(ACTIVATION, granularity=Granularity.per_group(64))
+
+
+def refuted():
+    return build("train"), apply(build("infer"), MUTATIONS["activation 1x64"].edit)
+
+
+def twin():
+    return build("train", activation=FINER), build("infer", activation=FINER)

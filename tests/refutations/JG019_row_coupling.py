@@ -1,0 +1,18 @@
+"""Per-tensor dynamic activation scales on both sides agree as terms, and still couple tokens; static ones do not."""
+
+from dataclasses import replace
+
+from toy_transformer import ACTIVATION, build
+
+from jetgraph.precision import Granularity
+
+DYNAMIC = replace(ACTIVATION, granularity=Granularity.per_tensor())
+STATIC = replace(DYNAMIC, dynamic=False)
+
+
+def refuted():
+    return build("train", activation=DYNAMIC), build("infer", activation=DYNAMIC)
+
+
+def twin():
+    return build("train", activation=STATIC), build("infer", activation=STATIC)
