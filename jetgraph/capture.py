@@ -57,6 +57,11 @@ class Backend:
         self.lower = lower
         self.compiled: list[CompiledRegion] = []
 
+    @property
+    def last_trained(self) -> CompiledRegion | None:
+        """The newest variant that has a backward."""
+        return next((c for c in reversed(self.compiled) if c.backward is not None), None)
+
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         start = time.perf_counter()
         region = CompiledRegion()

@@ -116,14 +116,14 @@ def capture(
 def inspect(graph: Graph, json: Annotated[bool, typer.Option("--json", help="for machines")] = False) -> None:
     """Show what a graph holds: sizes, linears with their precisions, rules that fired, what is unknown."""
     from jetgraph.graph import PrecisionGraph
-    from jetgraph.viz.table import as_json, print_graph
+    from jetgraph.viz import as_json, print_summary
 
     with errors_in_one_sentence():
         loaded = PrecisionGraph.load(graph)
         if json:
             out.print(as_json(loaded), markup=False)
         else:
-            print_graph(loaded, out)
+            print_summary(loaded, out)
 
 
 @app.command()
@@ -211,11 +211,12 @@ def diverge(
     work: Annotated[Path, typer.Option(help="where checkpoints go")] = Path("out"),
 ) -> None:
     """Sample from the engine and compare its own logprobs with training's forward, token by token."""
-    from jetgraph.modes import RolloutMode, demo_prompts, run_mode
+    from jetgraph.modes import Mode, Side, demo_prompts, run_modes
 
     with errors_in_one_sentence():
-        mode = RolloutMode(f"{policy}{' (stock)' if stock else ''}", policy, stock=stock)
-        report = run_mode(_existing(model), mode, demo_prompts(model), work, engine=engine, max_tokens=tokens, say=say)
+        mode = Mode(policy, Side(policy, stock), Side(policy, stock))
+        prompts = demo_prompts(_existing(model))
+        (report,) = run_modes(model, [mode], prompts, work, engine=engine, max_tokens=tokens, say=say)
         m = report.mismatch
         out.print(f"{m.num_tokens} tokens: mean |Δlogprob| {m.mean:.3g}, max {m.max:.3g}, exactly 0 on "
                   f"{m.num_exact} ({m.fraction_exact:.1%}), k3 {m.k3:.3g}", markup=False)  # fmt: skip

@@ -62,8 +62,8 @@ class Compiled:
         return [
             tensor
             for name, backend in _first_names(self.regions).items()
-            for compiled in [c for c in backend.compiled if c.forward is not None][-1:]
-            for tensor in saved_tensors(compiled, name)
+            if (compiled := backend.last_trained) is not None
+            for tensor in saved_tensors(compiled.forward, compiled.backward, name)  # type: ignore[arg-type]
         ]
 
 

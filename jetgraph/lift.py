@@ -234,6 +234,12 @@ def only(kwargs: dict[str, Any], **allowed: Any) -> None:
             raise LiftError(f"keyword {key}={value!r} is not covered")
 
 
+def with_defaults(args: tuple, *defaults: Any) -> tuple[Any, ...]:
+    """Positional arguments, the last ones filled from ``defaults`` (which stand for the last positions)."""
+    missing = 1 + len(defaults) - len(args)
+    return (*args, *defaults[len(defaults) - missing :]) if missing > 0 else args
+
+
 def _terms(argument: Any) -> list[int]:
     if isinstance(argument, (Value, QuantizedHalf)):
         return [argument.term]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jetgraph.layout import TOKEN_ATOM, Value
-from jetgraph.lift import Frame, Lifter, Nothing, QuantizedHalf, Zeros, handles, only, refuse_unless
+from jetgraph.lift import Frame, Lifter, Nothing, QuantizedHalf, Zeros, handles, only, refuse_unless, with_defaults
 from jetgraph.normal_form import as_f32
 from jetgraph.precision import Format
 from jetgraph.record import Op, Symbol
@@ -69,7 +69,7 @@ def _expand(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> An
 @handles("aten.slice")
 def _slice(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
-    value, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    value, dim, start, stop, step = with_defaults(args, 0, None, None, 1)
     refuse_unless(step == 1, f"slice with step {step}")
     stop = None if stop is None or stop >= 1 << 31 else frame.sizes(stop)
     return lift.layouts.slice(value, dim, start, stop)
@@ -139,7 +139,7 @@ def _cat(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
 def _slice_scatter(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     """An in-place write into columns, functionalised: what was before, what is new, what was after."""
     only(kwargs)
-    base, source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 2 :])
+    base, source, dim, start, stop, step = with_defaults(args, ..., 0, None, None, 1)
     refuse_unless(step == 1, f"slice_scatter with step {step}")
     layouts = lift.layouts
     size = layouts.shape(base)[dim]

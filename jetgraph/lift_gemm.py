@@ -121,8 +121,8 @@ def _fp8_gemm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> 
     a, a_scale, b, b_scale, bias, b_rows, group = args
     _check_halves(lift, a, a_scale)
     _check_halves(lift, b, b_scale)
-    contraction = {(False, False): "nt", (False, True): "nn", (True, True): "tn"}.get((a.transposed, b.transposed))
-    refuse_unless(contraction is not None, "token-grouped codes against a natural operand")
+    refuse_unless(b.transposed or not a.transposed, "token-grouped codes against a natural operand")
+    contraction = "tn" if a.transposed else "nn" if b.transposed else "nt"
     grids = {
         "nt": ((1, group), (b_rows, group)),
         "nn": ((1, group), (group, b_rows)),

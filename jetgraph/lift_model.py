@@ -27,8 +27,9 @@ def attention_attrs(heads: int, kv_heads: int, head_dim: int, scale: float, mask
     }
 
 
-def attention(lift: Lifter, q: int, k: int, v: int, attrs: dict[str, Attr], kernel: str) -> int:
+def attention(lift: Lifter, qkv: tuple[int, int, int], attrs: dict[str, Attr], kernel: str) -> int:
     """The attention node, rounded to BF16, for terms q [T, H·D], k and v [T, Hkv·D]; K and V become observables."""
+    q, k, v = qkv
     if lift.builder.where.phase is Phase.FORWARD:
         lift.keys_values.append((k, v))
     features = int(attrs["heads"]) * int(attrs["head_dim"])  # type: ignore[arg-type]
@@ -39,6 +40,10 @@ def attention(lift: Lifter, q: int, k: int, v: int, attrs: dict[str, Attr], kern
 def _by_token(lift: Lifter, x: Value) -> int:
     """[B, H, S, D] as a term [T, H·D]."""
     return lift.layouts.read(lift.layouts.permute(x, (0, 2, 1, 3)))
+
+
+def _tokens_of(lift: Lifter, q: Value, k: Value, v: Value) -> tuple[int, int, int]:
+    return _by_token(lift, q), _by_token(lift, k), _by_token(lift, v)
 
 
 def _heads(lift: Lifter, q: Value, k: Value) -> tuple[int, int, int]:
@@ -71,8 +76,7 @@ def _jetgraph_attention(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs:
     only(kwargs)
     q, k, v, scale = args
     attrs = attention_attrs(*_heads(lift, q, k), scale)
-    terms = tuple(_by_token(lift, x) for x in (q, k, v))
-    out = attention(lift, *terms, attrs, "jetgraph::attention")
+    out = attention(lift, _tokens_of(lift, q, k, v), attrs, "jetgraph::attention")
     return lift.layouts.view(lift.layouts.token_matrix(out), frame.shape(op))
 
 
@@ -81,8 +85,8 @@ def _jetgraph_attention_backward(lift: Lifter, frame: Frame, op: Op, args: tuple
     only(kwargs)
     grad, q, k, v, scale = args
     attrs = attention_attrs(*_heads(lift, q, k), scale)
-    qkv = tuple(_by_token(lift, x) for x in (q, k, v))
-    return _attention_backward(lift, lift.layouts.read(grad), qkv, attrs, "jetgraph::attention_backward")  # type: ignore[arg-type]
+    qkv = _tokens_of(lift, q, k, v)
+    return _attention_backward(lift, lift.layouts.read(grad), qkv, attrs, "jetgraph::attention_backward")
 
 
 SDPA = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -91,22 +95,28 @@ SDPA = "aten._scaled_dot_product_flash_attention_for_cpu"
 @handles(SDPA)
 def _sdpa(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs, scale=..., attn_mask=None)
-    q, k, v, dropout, causal = (*args, *(0.0, False)[len(args) - 3 :])
-    refuse_unless(dropout == 0.0, "attention dropout")
-    attrs = attention_attrs(*_heads(lift, q, k), kwargs["scale"], "causal" if causal else "full")
-    term = attention(lift, *(_by_token(lift, x) for x in (q, k, v)), attrs, SDPA.replace(".", "::"))
-    out = lift.layouts.view(lift.layouts.token_matrix(term), tuple(lift.layouts.shape(q)[i] for i in (0, 2, 1, 3)))
+    q, k, v, *options = args
+    attrs = attention_attrs(*_heads(lift, q, k), kwargs["scale"], _sdpa_mask(options))
+    term = attention(lift, _tokens_of(lift, q, k, v), attrs, SDPA.replace(".", "::"))
+    batch, heads, length, head_dim = lift.layouts.shape(q)
+    out = lift.layouts.view(lift.layouts.token_matrix(term), (batch, length, heads, head_dim))
     return lift.layouts.permute(out, (0, 2, 1, 3)), None
+
+
+def _sdpa_mask(options: list) -> str:
+    """SDPA's positional options: dropout probability, is_causal."""
+    dropout, causal = (*options, *(0.0, False)[len(options) :])
+    refuse_unless(dropout == 0.0, "attention dropout")
+    return "causal" if causal else "full"
 
 
 @handles(SDPA + "_backward")
 def _sdpa_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs, scale=..., attn_mask=None)
-    grad, q, k, v, _out, _logsumexp, dropout, causal = args  # out and logsumexp are functions of q, k, v
-    refuse_unless(dropout == 0.0, "attention dropout")
-    attrs = attention_attrs(*_heads(lift, q, k), kwargs["scale"], "causal" if causal else "full")
-    qkv = tuple(_by_token(lift, x) for x in (q, k, v))
-    return _attention_backward(lift, _by_token(lift, grad), qkv, attrs, (SDPA + "_backward").replace(".", "::"))  # type: ignore[arg-type]
+    grad, q, k, v, _out, _logsumexp, *options = args  # out and logsumexp are functions of q, k, v
+    attrs = attention_attrs(*_heads(lift, q, k), kwargs["scale"], _sdpa_mask(options))
+    kernel = (SDPA + "_backward").replace(".", "::")
+    return _attention_backward(lift, _by_token(lift, grad), _tokens_of(lift, q, k, v), attrs, kernel)
 
 
 # ------------------------------------------------------------------------------------------ embedding and observables

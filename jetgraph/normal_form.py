@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class TermBuilder:
         self,
         op: str,
         inputs: Sequence[int],
-        attrs: dict[str, Attr],
+        attrs: Mapping[str, Attr],
         shape: tuple,
         precision: Precision,
         kernel: str = "",
@@ -138,7 +138,9 @@ class TermBuilder:
             return self.const(-float(dict(node.attrs)["value"]))  # type: ignore[arg-type]
         return self.intern("neg", (x,), {}, node.type.shape, node.type.precision)
 
-    def pointwise(self, op: str, inputs: Sequence[int], attrs: dict[str, Attr] | None = None, kernel: str = "") -> int:
+    def pointwise(
+        self, op: str, inputs: Sequence[int], attrs: Mapping[str, Attr] | None = None, kernel: str = ""
+    ) -> int:
         """An FP32 pointwise op on terms that already agree in features (scalars excepted)."""
         terms = list(inputs)
         if op == "mul":

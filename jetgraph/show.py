@@ -6,17 +6,13 @@ from pathlib import Path
 
 from jetgraph.graph import PrecisionGraph
 from jetgraph.verify import verify
-from jetgraph.viz.html import Difference, write_html
+from jetgraph.viz import from_faults, write_html
 
 
 def write_page(path: Path, train: PrecisionGraph, infer: PrecisionGraph | None = None) -> Path:
     """Write the page; returns its path."""
+    title = f"Precision flow of {train.meta.get('model', train.name)}"
     if infer is None:
-        return write_html(path, train, title=f"jetgraph: {train.name}")
+        return write_html(path, train, title=title)
     result = verify(train, infer)
-    differences = [
-        Difference(fault.train, fault.infer, fault.rule, f"expected {fault.expected}; got {fault.got}")
-        for fault in result.faults
-    ]
-    title = f"jetgraph: {train.meta.get('model', '')} · {result.verdict}"
-    return write_html(path, train, infer, differences, title=title)
+    return write_html(path, train, infer, from_faults(result.faults), title=title, verdict=str(result.verdict))

@@ -55,7 +55,8 @@ def quantize(
     """
     num_rows, num_cols = x.shape
     rows, cols = rows or max(num_rows, 1), cols or max(num_cols, 1)
-    padded = F.pad(x.float(), (0, -num_cols % cols, 0, -num_rows % rows))
+    margin = (-num_cols % cols, -num_rows % rows)
+    padded = F.pad(x.float(), (0, margin[0], 0, margin[1])) if any(margin) else x.float()
     grid = (padded.shape[0] // rows, padded.shape[1] // cols)
     blocks = padded.reshape(grid[0], rows, grid[1], cols)
     amax = blocks.abs().amax((1, 3)) if blocks.numel() else blocks.new_zeros(grid)
@@ -72,8 +73,8 @@ def quantize(
         codes = blocks * (qmax / amax)[:, None, :, None]
     else:
         raise ValueError(f"division {division!r}: expected div, mul1/s or mulq/a")
-    codes = codes.clamp(-qmax, qmax).to(E4M3).reshape(padded.shape)[:num_rows, :num_cols].contiguous()
-    return codes, scale
+    codes = codes.clamp_(-qmax, qmax).to(E4M3).reshape(padded.shape)
+    return codes[:num_rows, :num_cols].contiguous(), scale
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def fp8_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_rows: int
     """
     num_out = b.shape[0]
     b_scale = b_scale.repeat_interleave(b_rows, 0)[:num_out]
-    left, right = a.to(torch.float64), decoded(b)
+    left, right = decode(a), decoded(b)
     acc = torch.zeros(a.shape[0], num_out, dtype=torch.float32, device=a.device)
     for g in range(a_scale.shape[1]):
         part = slice(g * group, (g + 1) * group)
@@ -117,7 +118,7 @@ def pin_weight(codes: Tensor) -> None:
 
     Eight bytes per parameter buy decoding a rollout without converting the whole weight at every token.
     """
-    _pinned[codes.data_ptr(), codes.shape] = (codes, codes.to(torch.float64))
+    _pinned[codes.data_ptr(), codes.shape] = (codes, decode(codes))
 
 
 def unpin_weight(codes: Tensor) -> None:
@@ -129,7 +130,18 @@ def decoded(codes: Tensor) -> Tensor:
     pinned = _pinned.get((codes.data_ptr(), codes.shape))
     if pinned is not None and pinned[0].stride() == codes.stride():
         return pinned[1]
-    return codes.to(torch.float64)
+    return decode(codes)
+
+
+_VALUES = torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float64)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """e4m3 codes as float64 numbers, by table: several times faster than the cast on a CPU."""
+    if codes.device.type != "cpu":
+        return codes.to(torch.float64)
+    index = codes.contiguous().view(torch.uint8).view(-1).int()
+    return torch.index_select(_VALUES, 0, index).view(codes.shape)
 
 
 def row_tile_gemm(x: Tensor, weight: Tensor) -> Tensor:

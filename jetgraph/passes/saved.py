@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from jetgraph.fx_record import module_fqn, record_value, target_name
 from jetgraph.passes.edit import VIEWS
 from jetgraph.passes.linears import relative_fqn
 from jetgraph.record import TensorSpec
-
-if TYPE_CHECKING:
-    from jetgraph.capture import CompiledRegion
 
 BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "float64": 8, "bool": 1}
 
@@ -49,13 +45,11 @@ class SavedTensor:
         return fixed * BYTES[self.dtype] / per_group
 
 
-def saved_tensors(compiled: CompiledRegion, region: str) -> list[SavedTensor]:
-    """The saved tensors of a compiled region, activations only: parameters are kept by the model anyway."""
-    assert compiled.forward is not None
-    assert compiled.backward is not None
-    readers = {n.name: n for n in compiled.backward.graph.nodes if n.op == "placeholder"}
+def saved_tensors(forward: GraphModule, backward: GraphModule, region: str) -> list[SavedTensor]:
+    """What ``forward`` hands to ``backward``, activations only: parameters are kept by the model anyway."""
+    readers = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
     saved = []
-    for node in compiled.forward.graph.nodes:
+    for node in forward.graph.nodes:
         spec = record_value(node.meta.get("val"))
         if node.name not in readers or node.op == "placeholder" or not isinstance(spec, TensorSpec):
             continue

@@ -1,0 +1,90 @@
+"""`jetgraph.engines.RolloutEngine` for vLLM: one subprocess per run, talking through a job file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetgraph.engines import EngineRun, RolloutPlan
+from jetgraph.scoring import Rollout
+
+
+class EngineFailed(RuntimeError):
+    """The engine's process ended with an error; carries the last lines it printed."""
+
+
+class VllmEngine:
+    """Runs ``python -m jetgraph_vllm`` on a folder: ours (exported by jetgraph) or a stock Hugging Face one."""
+
+    def run(
+        self,
+        model_dir: Path,
+        *,
+        graph: Path | None = None,
+        plans: Sequence[RolloutPlan] = (),
+        say: Callable[[str], None] = print,
+    ) -> EngineRun:
+        with tempfile.TemporaryDirectory() as folder:
+            job_file, results_file = Path(folder, "job.json"), Path(folder, "results.json")
+            job_file.write_text(json.dumps(self._job(model_dir, graph, plans, results_file)))
+            self._subprocess(job_file, say)
+            results = json.loads(results_file.read_text())
+        rollouts = {plan.name: _rollouts(results["steps"][plan.name]) for plan in plans}
+        return EngineRun(results["engine"]["start_seconds"], graph, rollouts)
+
+    def _job(self, model_dir: Path, graph: Path | None, plans: Sequence[RolloutPlan], results: Path) -> dict[str, Any]:
+        longest = max((len(p) + plan.max_tokens for plan in plans for p in plan.prompts), default=0)
+        steps: list[dict[str, Any]] = [{"name": "graph", "do": "graph", "path": str(graph)}] if graph else []
+        steps += [
+            {
+                "name": plan.name,
+                "do": "generate",
+                "prompts": [list(p) for p in plan.prompts],
+                "seeds": list(plan.seeds),
+                "max_tokens": plan.max_tokens,
+                "temperature": plan.temperature,
+                "tokens": plan.tokens,
+                "sequences": plan.sequences,
+                "one_at_a_time": plan.one_at_a_time,
+                "prompt_logprobs": plan.prompt_logprobs,
+            }
+            for plan in plans
+        ]
+        options = {"model_dir": str(model_dir), "max_num_batched_tokens": 1024, "max_model_len": max(512, longest + 1)}
+        return {"engine": options, "results": str(results), "steps": steps}
+
+    def _subprocess(self, job: Path, say: Callable[[str], None]) -> None:
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "JETGRAPH_PLAIN_LINEAR": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jetgraph_vllm", str(job)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines = [*lines[-30:], line.rstrip()]
+            if line.startswith("jetgraph_vllm:"):
+                say(line.removeprefix("jetgraph_vllm:").strip())
+        if process.wait() != 0:
+            raise EngineFailed("vLLM ended with an error; its last lines:\n" + "\n".join(lines))
+
+
+def _rollouts(step: dict[str, Any]) -> list[Rollout]:
+    return [
+        Rollout(
+            tuple(c["prompt"]),
+            tuple(c["tokens"]),
+            tuple(c["logprobs"]),
+            None if c["prompt_logprobs"] is None else tuple(c["prompt_logprobs"]),
+        )
+        for c in step["completions"]
+    ]
