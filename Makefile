@@ -13,10 +13,10 @@ demo: setup
 	@$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/pytest -m "engine or model"
+	$(BIN)/pytest -m "(slow or engine or model) and not gpu"
 
 check: setup lint
-	$(BIN)/pytest -m "not engine and not model and not gpu"
+	$(BIN)/pytest -m "not slow and not engine and not model and not gpu"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from jetgraph.show import write_page
 from jetgraph.verify.checker import main as check
 
 CACHE, OUT = Path(".cache"), Path("out")
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, width=120)
 start = time.perf_counter()
 
 
@@ -34,18 +34,17 @@ def main() -> int:
     say("SmolLM2-135M-Instruct: 30 layers, hidden 576 = 4.5 x 128, 9 heads, 3 KV heads, tied embeddings")
     model = write_smollm2(CACHE / "smollm2")
     reports = {
-        r.mode.name: r for r in run_modes(model, THREE_MODES, demo_prompts(model, 6), OUT, max_tokens=24, say=say)
+        r.mode.name: r for r in run_modes(model, THREE_MODES, demo_prompts(model, 6), OUT, max_tokens=20, say=say)
     }
     jet, naive = reports["jet"], reports["bf16_train_fp8_rollout"]
 
-    table = Table(
-        title="\n|Δlogprob| of sampled and prompt tokens, engine against training's forward", title_justify="left"
-    )
+    title = "\n|Δlogprob| of sampled and prompt tokens, engine against training's forward"
+    table = Table(title=title, title_justify="left")
     for column in ("mode", "tokens", "exactly 0", "mean", "max", "k3", "verdict", "bitwise", "root faults"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for name, report in reports.items():
         m, result = report.mismatch, report.result
-        faults = f"{len(result.faults)} in {len(result.folded)} lines" if result.faults else "–"
+        faults = f"{len(result.faults)} ({len(result.folded)} lines)" if result.faults else "–"
         row = (str(m.num_tokens), f"{m.fraction_exact:.1%}", f"{m.mean:.2g}", f"{m.max:.2g}", f"{m.k3:.1e}")
         table.add_row(name, *row, str(result.verdict), "yes" if result.bitwise else "no", faults)
     console.print(table)
@@ -56,33 +55,41 @@ def main() -> int:
     console.print(f"\njet training against the live BF16 engine: {control.verdict}, {len(control.faults)} root faults")
 
     train, infer = PrecisionGraph.load(jet.train), PrecisionGraph.load(jet.infer)
-    expected = expected_rollout(train)
     forward = {k: i for k, i in train.outputs.items() if not k.startswith("grad.")}
-    console.print(
-        f"\ncompile time             {jet.trainer.compile_seconds:.1f} s, {jet.trainer.num_compiles} compile for 30 equal layers"
+    trainer = jet.trainer
+    print()
+    print_facts(
+        {
+            "compile time": f"{trainer.compile_seconds:.1f} s, {trainer.num_compiles} compile for 30 equal layers",
+            "G_train": f"{size(train)}, of which forward {size(train.restrict(forward))}",
+            "G_infer": size(infer),
+            "replayed bit for bit": " + ".join(str(len(g.meta["replay"]["cases"])) for g in (train, infer)) + " cases",
+            "digest of G_infer": infer.semantic_digest,
+            "expected from G_train": expected_rollout(train).semantic_digest,
+        }
     )
-    console.print(
-        f"G_train                  {len(train.nodes)} nodes, {train.num_edges} edges (forward {len(train.restrict(forward).nodes)})"
-    )
-    console.print(f"G_infer                  {len(infer.nodes)} nodes, {infer.num_edges} edges")
-    console.print(
-        f"replay of both           {len(train.meta['replay']['cases'])} + {len(infer.meta['replay']['cases'])} cases, bit for bit"
-    )
-    console.print(f"digest of G_infer        {infer.semantic_digest}")
-    console.print(f"expected from G_train    {expected.semantic_digest}")
     if jet.result.certificate is None:
         console.print(jet.result.text(), markup=False)
         return 1
     certificate = OUT / "certificate.json"
     jet.result.certificate.save(certificate)
-    console.print(f"certificate              {certificate}")
+    print_facts({"certificate": str(certificate)})
     status = check([str(certificate), str(jet.train), str(jet.infer)])
     page = write_page(OUT / "jet.html", train, infer)
     write_page(OUT / "bf16_train_fp8_rollout.html", PrecisionGraph.load(naive.train), PrecisionGraph.load(naive.infer))
-    console.print(f"pictures                 {page}, {OUT / 'bf16_train_fp8_rollout.html'}")
+    print_facts({"pictures": f"{page}, {OUT / 'bf16_train_fp8_rollout.html'}"})
     say("done")
     exact = jet.mismatch.num_exact == jet.mismatch.num_tokens
     return status if exact and jet.result.bitwise and str(naive.result.verdict) == "VIOLATED" else 1
+
+
+def size(graph: PrecisionGraph) -> str:
+    return f"{len(graph.nodes)} nodes, {graph.num_edges} edges"
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    for name, value in facts.items():
+        console.print(f"{name:24} {value}", markup=False)
 
 
 if __name__ == "__main__":

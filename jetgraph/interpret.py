@@ -233,6 +233,8 @@ class _Run:
             raise InterpretError(f"gemm of {node.fqn}: one operand is quantised and the other is not")
         if node.kernel == "jetgraph::row_tile_gemm":
             return reference.row_tile_gemm(a, b).float()
+        if node.kernel == "aten::mm.f32":
+            a, b = a.float(), b.float()
         left, right = {"nt": (a, b.t()), "nn": (a, b), "tn": (a.t(), b)}[contraction]
         return (left @ right).float()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jetgraph.layout import TOKEN_ATOM, Value
 from jetgraph.lift import CONTRACTION_ROLE, Frame, Lifter, QuantizedHalf, handles, only, refuse_unless
-from jetgraph.precision import Division, Granularity, Scale, ScaleRule
+from jetgraph.precision import Division, Format, Granularity, Scale, ScaleRule
 from jetgraph.record import Op
 
 # -------------------------------------------------------------------------------------------------------------- GEMM
@@ -25,7 +25,8 @@ def gemm(lift: Lifter, a: int, b: int, contraction: str, kernel: str) -> Value:
 @handles("aten.mm")
 def _mm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
-    return lift.rounded(_bf16_gemm(lift, args[0], args[1], "aten::mm"), op)
+    kernel = "aten::mm" if lift.format_of(op) is Format.BF16 else "aten::mm.f32"
+    return lift.rounded(_bf16_gemm(lift, args[0], args[1], kernel), op)
 
 
 @handles("aten.addmm")

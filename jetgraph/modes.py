@@ -6,13 +6,14 @@ Used by `jetgraph diverge` and by the demo's three-mode table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetgraph.engines import RolloutPlan
+from jetgraph.engines import EngineRun, RolloutPlan
 from jetgraph.pair import TrainerRun, run_engine, run_trainer, verify_files
 from jetgraph.policy import get_policy
-from jetgraph.scoring import Mismatch, Rollout
+from jetgraph.scoring import Mismatch
 from jetgraph.verify import Result
 
 QUESTIONS = (
@@ -29,10 +30,14 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Side:
-    """A policy, and whose kernels run it: ours, or (``stock``) torch's own in training and the engine's in a rollout."""
+    """A policy, and whose kernels run it: ours, or (``stock``) torch's in training and the engine's own."""
 
     policy: str
     stock: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy}{'-stock' if self.stock else ''}"
 
     def key(self, *, rollout: bool) -> tuple:
         """Two policies with the same rules on a side are the same process there."""
@@ -102,40 +107,58 @@ def run_modes(
 ) -> list[ModeReport]:
     """Sample from each engine, score its samples with each trainer that is paired with it, and verify their graphs.
 
-    Every distinct engine and every distinct trainer is one process, started once.
+    Every distinct engine and every distinct trainer is one process, started once; two run at a time.
     """
     work.mkdir(parents=True, exist_ok=True)
     plan = mixed_plan(prompts, max_tokens)
-    rollouts: dict[tuple, Sequence[Rollout]] = {}
-    infer: dict[tuple, Path] = {}
-    for side in _distinct([m.engine for m in modes], rollout=True):
-        key, name = side.key(rollout=True), f"{engine}, {side.policy}{' (stock)' if side.stock else ''}"
-        infer[key] = work / f"infer-{side.policy}{'-stock' if side.stock else ''}.json"
-        options = {"stock": side.stock, "graph": infer[key], "plans": [plan]}
-        run = run_engine(model_dir, side.policy, engine, work, say=_named(say, name), **options)
-        rollouts[key] = run.rollouts[plan.name]
-    reports: dict[str, ModeReport] = {}
-    for side in _distinct([m.trainer for m in modes], rollout=False):
-        key, name = side.key(rollout=False), f"trainer, {side.policy}{' (stock)' if side.stock else ''}"
+
+    def roll_out(side: Side) -> EngineRun:
+        graph = work / f"infer-{side.label}.json"
+        return run_engine(
+            model_dir,
+            side.policy,
+            engine,
+            work,
+            stock=side.stock,
+            graph=graph,
+            plans=[plan],
+            say=_named(say, f"{engine}, {side.label}"),
+        )
+
+    def train(side: Side) -> TrainerRun:
+        key = side.key(rollout=False)
         paired = [m for m in modes if m.trainer.key(rollout=False) == key]
-        train = work / f"train-{side.policy}{'-stock' if side.stock else ''}.json"
-        run = run_trainer(
+        return run_trainer(
             model_dir,
             side.policy,
             "stock" if side.stock else "reference",
-            graph=train,
-            rollouts={m.name: rollouts[m.engine.key(rollout=True)] for m in paired},
-            say=_named(say, name),
+            graph=work / f"train-{side.label}.json",
+            backward=not side.stock,
+            rollouts={m.name: engines[m.engine.key(rollout=True)].rollouts[plan.name] for m in paired},
+            say=_named(say, f"trainer, {side.label}"),
         )
-        for mode in paired:
-            path = infer[mode.engine.key(rollout=True)]
-            result = verify_files(train, path)
-            reports[mode.name] = ModeReport(mode, run.mismatches[mode.name], result, train, path, run)
-    return [reports[mode.name] for mode in modes]
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        sides = _distinct([m.engine for m in modes], rollout=True)
+        engines = dict(zip([s.key(rollout=True) for s in sides], pool.map(roll_out, sides), strict=True))
+        sides = _distinct([m.trainer for m in modes], rollout=False)
+        trainers = dict(zip([s.key(rollout=False) for s in sides], pool.map(train, sides), strict=True))
+    reports = []
+    for mode in modes:
+        trainer = trainers[mode.trainer.key(rollout=False)]
+        train_graph, infer_graph = trainer.graph, engines[mode.engine.key(rollout=True)].graph
+        assert train_graph is not None
+        assert infer_graph is not None
+        result = verify_files(train_graph, infer_graph)
+        reports.append(ModeReport(mode, trainer.mismatches[mode.name], result, train_graph, infer_graph, trainer))
+    return reports
 
 
 def _distinct(sides: Sequence[Side], *, rollout: bool) -> list[Side]:
-    return list({side.key(rollout=rollout): side for side in reversed(sides)}.values())[::-1]
+    first: dict[tuple, Side] = {}
+    for side in sides:
+        first.setdefault(side.key(rollout=rollout), side)
+    return list(first.values())
 
 
 def _named(say: Callable[[str], None], name: str) -> Callable[[str], None]:

@@ -7,6 +7,7 @@ graph files.  Nothing here knows which engine it is.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,9 +48,13 @@ def run_trainer(
     *,
     graph: Path | None = None,
     rollouts: dict[str, Sequence[Rollout]] | None = None,
+    backward: bool = True,
     say: Say = print,
 ) -> TrainerRun:
-    """Compile, capture one step to ``graph`` and score ``rollouts``, in a process of its own."""
+    """Compile, capture one step (without gradients if not ``backward``) to ``graph`` and score ``rollouts``.
+
+    All of it in a process of its own.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job, results = Path(folder, "job.json"), Path(folder, "results.json")
         content = {
@@ -57,12 +62,16 @@ def run_trainer(
             "policy": policy,
             "provider": provider,
             "graph": str(graph) if graph else None,
+            "backward": backward,
             "rollouts": {name: [asdict(r) for r in items] for name, items in (rollouts or {}).items()},
             "results": str(results),
         }
         job.write_text(json.dumps(content))
         process = subprocess.Popen(
-            [sys.executable, "-m", "jetgraph.train_process", str(job)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "jetgraph.train_process", str(job)],
+            env={"OMP_WAIT_POLICY": "passive", **os.environ},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert process.stderr is not None
         lines: list[str] = []

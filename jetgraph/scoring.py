@@ -43,17 +43,25 @@ class Mismatch:
         return self.num_exact / self.num_tokens if self.num_tokens else 0.0
 
 
-def mismatch(model: torch.nn.Module, rollouts: Sequence[Rollout], *, gradients: bool = True) -> Mismatch:
-    """Score every token that has an engine logprob with one training forward per sequence.
+Scores = dict[tuple[int, ...], list[float]]
+"""Trainer logprobs of ids[1:] by token ids: one sequence that several rollouts share is scored once."""
+
+
+def mismatch(
+    model: torch.nn.Module, rollouts: Sequence[Rollout], *, gradients: bool = True, scores: Scores | None = None
+) -> Mismatch:
+    """Score every token that has an engine logprob with one training forward per distinct sequence.
 
     Args:
         model: a compiled (or plain) causal LM.
         gradients: run the forward that a training step runs; False runs it under `no_grad`.
+        scores: kept between calls, if given.
 
     Raises:
         ValueError: an engine logprob is positive or not finite.
     """
-    pairs = [pair for rollout in rollouts for pair in _pairs(model, rollout, gradients)]
+    scores = {} if scores is None else scores
+    pairs = [pair for rollout in rollouts for pair in _pairs(model, rollout, gradients, scores)]
     for engine, _ in pairs:
         if not engine <= 0.0 or math.isinf(engine):
             raise ValueError(f"the engine returned a logprob of {engine}; expected a finite number ≤ 0")
@@ -70,12 +78,15 @@ def mismatch(model: torch.nn.Module, rollouts: Sequence[Rollout], *, gradients: 
     )
 
 
-def _pairs(model: torch.nn.Module, rollout: Rollout, gradients: bool) -> list[tuple[float, float]]:
+def _pairs(model: torch.nn.Module, rollout: Rollout, gradients: bool, scores: Scores) -> list[tuple[float, float]]:
     """(engine, trainer) logprob of each token for which the engine returned one."""
-    ids = torch.tensor([[*rollout.prompt, *rollout.tokens]])
-    with torch.set_grad_enabled(gradients):
-        logits = model(input_ids=ids, use_cache=False).logits
-    trainer = token_logprobs(logits.detach()[:, :-1], ids[:, 1:])[0].tolist()
+    sequence = (*rollout.prompt, *rollout.tokens)
+    if sequence not in scores:
+        ids = torch.tensor([sequence])
+        with torch.set_grad_enabled(gradients):
+            logits = model(input_ids=ids, use_cache=False).logits
+        scores[sequence] = token_logprobs(logits.detach()[:, :-1], ids[:, 1:])[0].tolist()
+    trainer = scores[sequence]
     start = len(rollout.prompt) - 1
     pairs = list(zip(rollout.logprobs, trainer[start:], strict=True))
     if rollout.prompt_logprobs is not None:

@@ -37,17 +37,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     say(f"{type(model).__name__}, policy {job['policy']}, provider {job['provider']}")
     if job["graph"]:
         start = time.perf_counter()
-        step = capture_step(compiled)
+        step = capture_step(compiled, backward=job["backward"])
         graph = replay_step(model, step)
         graph.save(job["graph"])
         say(
             f"captured a step and replayed it: {len(graph.nodes)} nodes, {graph.num_edges} edges, "
             f"{time.perf_counter() - start:.0f} s"
         )
-    mismatches = {}
+    mismatches, scores = {}, {}
     for name, rollouts in job["rollouts"].items():
         start = time.perf_counter()
-        result = mismatch(model, [Rollout(**r) for r in rollouts])
+        result = mismatch(model, [Rollout(**r) for r in rollouts], scores=scores)
         mismatches[name] = asdict(result)
         say(f"scored {result.num_tokens} tokens of {name}: {time.perf_counter() - start:.0f} s")
     saved = compiled.saved()

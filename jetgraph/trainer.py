@@ -80,7 +80,6 @@ def capture_step(compiled: Compiled, input_ids: Tensor | None = None, *, backwar
     held = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     run = model if backward else torch.no_grad()(model)
-    run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False)  # compiles outside the recording
     with recording(model, inputs) as recorder:
         logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False).logits
         logprob = token_logprobs(logits, inputs["targets"])

@@ -145,7 +145,7 @@ def run_graph(engine: Engine, job: dict[str, Any], step: dict[str, Any]) -> dict
     from jetgraph_vllm.replay import replay_capture
 
     engine.limits()
-    lifted = replay_capture(engine.capture(gate_prompts()), lift_engine)
+    lifted = replay_capture(engine.capture(gate_prompts(), max_tokens=2), lift_engine)
     lifted.save(step["path"])
     replay = lifted.meta["replay"]
     return {

@@ -54,7 +54,7 @@ class Fp8BlockLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         check_loaded_in_pairs(self.weights, self.scales)
         for part in self.parts:
-            reference.pin_weight(layer.weight.data[slice(*part.rows)])
+            reference.pin_weight(layer.weight.data[slice(*part.rows)], self.group)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x if x.ndim == 2 else x.flatten(0, -2)
@@ -100,6 +100,8 @@ class RowTileLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         check_loaded(self.weights)
+        for part in self.parts:
+            reference.pin_weight(layer.weight.data[slice(*part.rows)])
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         outs = [torch.ops.jetgraph.row_tile_gemm(x, layer.weight[part.rows[0] : part.rows[1]]) for part in self.parts]
@@ -112,6 +114,7 @@ class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weight as it is: vLLM's own method would pack a copy of it for oneDNN."""
+        reference.pin_weight(layer.weight.data)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out = torch.ops.jetgraph.row_tile_gemm(x, layer.weight)

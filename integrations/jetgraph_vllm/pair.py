@@ -14,6 +14,12 @@ from typing import Any
 from jetgraph.engines import EngineRun, RolloutPlan
 from jetgraph.scoring import Rollout
 
+MAX_STEP = 1024
+"""Tokens in one step of a plan that sets no limit."""
+
+SHARING_CORES = {"OMP_WAIT_POLICY": "passive", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Several engines or trainers may share the machine's cores: do not spin, do not pin threads."""
+
 
 class EngineFailed(RuntimeError):
     """The engine's process ended with an error; carries the last lines it printed."""
@@ -56,11 +62,16 @@ class VllmEngine:
             }
             for plan in plans
         ]
-        options = {"model_dir": str(model_dir), "max_num_batched_tokens": 1024, "max_model_len": max(512, longest + 1)}
+        widest = max([plan.tokens or MAX_STEP for plan in plans], default=256)
+        options = {
+            "model_dir": str(model_dir),
+            "max_num_batched_tokens": max(widest, 256),  # vLLM profiles a step of this size at start-up
+            "max_model_len": max(512, longest + 1),
+        }
         return {"engine": options, "results": str(results), "steps": steps}
 
     def _subprocess(self, job: Path, say: Callable[[str], None]) -> None:
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "JETGRAPH_PLAIN_LINEAR": "1"}
+        environment = {**SHARING_CORES, **os.environ, "JETGRAPH_PLAIN_LINEAR": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", "jetgraph_vllm", str(job)],
             env=environment,

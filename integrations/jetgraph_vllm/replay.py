@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from jetgraph.graph import Node, PrecisionGraph
-from jetgraph.interpret import InterpretError, attention, interpret
+from jetgraph.interpret import InterpretError, Quantized, attention, interpret
+from jetgraph.lowering import reference
 from jetgraph_vllm.capture_format import BatchFacts, EngineCapture
 from jetgraph_vllm.lift import LiftedEngine
 
@@ -63,6 +64,17 @@ def replay(capture: EngineCapture, lifted: LiftedEngine, *, inject_attention: bo
     ``inject_attention`` feeds the recorded attention outputs back, for engines whose attention kernel has no
     implementation here; attention then rests on attestation alone, and the verdict's report says so.
     """
+    stored = [leaf.codes for leaf in lifted.leaves.values() if isinstance(leaf, Quantized)]
+    for codes in stored:  # each call multiplies by every weight
+        reference.pin_weight(codes)
+    try:
+        return _replay(capture, lifted, inject_attention)
+    finally:
+        for codes in stored:
+            reference.unpin_weight(codes)
+
+
+def _replay(capture: EngineCapture, lifted: LiftedEngine, inject_attention: bool) -> list[ReplayCase]:
     attend = CachedAttention(capture.settings["block_size"])
     names = [a.layer_name for a in capture.attention]
     cases = []

@@ -5,7 +5,8 @@ are in the call.  That is what makes a rollout's logprobs equal training's bit f
 
 * FP8 GEMM: e4m3 products are multiples of 2^-18 below 2^17.7, so a dot product of 128 codes needs 43 bits and is exact
   in float64 in any order; what remains is elementwise FP32 in the order of the groups.
-* BF16 GEMM: every call into the library has exactly `TILE_ROWS` rows, zero padded: one shape, one kernel, one order.
+* BF16 GEMM: products of BF16 are exact in FP32, and every call into the library has exactly `TILE_ROWS` rows, zero
+  padded: one shape, one kernel, one order of summation.
 * attention: sums in float64 with a single rounding to BF16 at the end.  An order of summation can then only show
   where a float64 error (about 2^-50) straddles a BF16 rounding boundary: odds, not a proof, measured 0.
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 GROUP = 128
 TILE_ROWS = 16
+FEW_ROWS = 64
 E4M3 = torch.float8_e4m3fn
 ROW_INVARIANT = frozenset(
     {
@@ -99,59 +101,72 @@ def fp8_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, b_rows: int
     a_scale is [M, ⌈K/group⌉]; b_scale is [⌈N/b_rows⌉, ⌈K/group⌉] (b_rows = 128 for a weight, 1 for token groups).
     Per group the dot product of codes is exact; acc = acc + dot * (a_scale * b_scale) follows in FP32, group by group.
     """
-    num_out = b.shape[0]
-    b_scale = b_scale.repeat_interleave(b_rows, 0)[:num_out]
-    left, right = decode(a), decoded(b)
-    acc = torch.zeros(a.shape[0], num_out, dtype=torch.float32, device=a.device)
-    for g in range(a_scale.shape[1]):
-        part = slice(g * group, (g + 1) * group)
-        dot = (left[:, part] @ right[:, part].t()).float()
-        acc = acc + dot * (a_scale[:, g : g + 1] * b_scale[:, g][None])
+    num_rows, num_out = a.shape[0], b.shape[0]
+    left, right = _by_group(a, group).transpose(1, 2), _pinned_image(b, group)
+    left_scale, right_scale = a_scale.t()[:, :, None], b_scale.repeat_interleave(b_rows, 0)[:num_out].t()[:, None]
+    acc = torch.zeros(num_rows, num_out, dtype=torch.float32, device=a.device)
+    if num_rows <= FEW_ROWS:  # the same arithmetic in fewer calls: a step of decoding is all overhead
+        for term in torch.bmm(left, right).float() * (left_scale * right_scale):
+            acc = acc + term
+        return acc
+    for g in range(left.shape[0]):
+        acc = acc + (left[g] @ right[g]).float() * (left_scale[g] * right_scale[g])
     return acc
 
 
-_pinned: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
-
-
-def pin_weight(codes: Tensor) -> None:
-    """Keep the float64 image of a weight's codes for `fp8_gemm` until `unpin_weight`; call again after changing them.
-
-    Eight bytes per parameter buy decoding a rollout without converting the whole weight at every token.
-    """
-    _pinned[codes.data_ptr(), codes.shape] = (codes, decode(codes))
-
-
-def unpin_weight(codes: Tensor) -> None:
-    _pinned.pop((codes.data_ptr(), codes.shape), None)
-
-
-def decoded(codes: Tensor) -> Tensor:
-    """The codes as float64 numbers.  A pinned weight holds its storage, so its address names it alone."""
-    pinned = _pinned.get((codes.data_ptr(), codes.shape))
-    if pinned is not None and pinned[0].stride() == codes.stride():
-        return pinned[1]
-    return decode(codes)
-
-
-_VALUES = torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float64)
-
-
-def decode(codes: Tensor) -> Tensor:
-    """e4m3 codes as float64 numbers, by table: several times faster than the cast on a CPU."""
-    if codes.device.type != "cpu":
-        return codes.to(torch.float64)
-    index = codes.contiguous().view(torch.uint8).view(-1).int()
-    return torch.index_select(_VALUES, 0, index).view(codes.shape)
+def _by_group(codes: Tensor, group: int) -> Tensor:
+    """Codes [N, K] as float64 numbers [⌈K/group⌉, group, N]; the ragged last group is filled with zeros."""
+    values = F.pad(codes.to(torch.float64), (0, -codes.shape[1] % group))
+    return values.unflatten(1, (-1, group)).permute(1, 2, 0)
 
 
 def row_tile_gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """BF16 x [..., K] @ weight [N, K].T, rounded once to BF16, in calls of exactly `TILE_ROWS` rows."""
+    """BF16 x [..., K] @ weight [N, K].T: exact products, FP32 sums, one rounding to BF16.
+
+    Every call into the library has exactly `TILE_ROWS` rows, so each row is summed in one order.
+    """
     flat = x.reshape(-1, x.shape[-1])
     num_rows = flat.shape[0]
-    padded = F.pad(flat, (0, 0, 0, -num_rows % TILE_ROWS))
-    tiles = [F.linear(padded[i : i + TILE_ROWS], weight) for i in range(0, padded.shape[0], TILE_ROWS)]
+    wide = _pinned_image(weight, 0)
+    padded = F.pad(flat.float(), (0, 0, 0, -num_rows % TILE_ROWS))
+    tiles = [(padded[i : i + TILE_ROWS] @ wide).to(x.dtype) for i in range(0, padded.shape[0], TILE_ROWS)]
     out = torch.cat(tiles)[:num_rows] if tiles else flat.new_empty(0, weight.shape[0])
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+# Widened weights.  A rollout multiplies by one weight at every token; its image is made once and pinned.
+
+_pinned: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+
+def pin_weight(weight: Tensor, group: int = GROUP) -> None:
+    """Keep the widened image of a weight until `unpin_weight`; pin again after changing it.
+
+    FP8 codes take eight bytes per parameter (float64, grouped), a BF16 weight four (FP32).
+    """
+    key = _key(weight, group if weight.dtype == E4M3 else 0)
+    _pinned.pop(key, None)
+    _pinned[key] = (weight, _image(weight, key[-1]).contiguous())
+
+
+def unpin_weight(weight: Tensor) -> None:
+    for key in [k for k in _pinned if k[:-1] == _key(weight, 0)[:-1]]:
+        del _pinned[key]
+
+
+def _pinned_image(weight: Tensor, group: int) -> Tensor:
+    """The widened weight; a pinned one holds its storage, so address, shape and strides name it alone."""
+    pinned = _pinned.get(_key(weight, group))
+    return _image(weight, group) if pinned is None else pinned[1]
+
+
+def _image(weight: Tensor, group: int) -> Tensor:
+    """[⌈K/group⌉, group, N] float64 of FP8 codes, [K, N] FP32 of a BF16 weight (group 0)."""
+    return _by_group(weight, group) if group else weight.float().t()
+
+
+def _key(weight: Tensor, group: int) -> tuple:
+    return weight.data_ptr(), weight.shape, weight.stride(), group
 
 
 # ----------------------------------------------------------------------------------------------------- attention

@@ -92,7 +92,7 @@ def _(a, a_scale, b, b_scale, bias, b_rows, group):
 
 @torch.library.custom_op("jetgraph::row_tile_gemm", mutates_args=())
 def row_tile_gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """BF16 x [..., K] @ weight [N, K].T, row-invariant; gradients are torch's own BF16 GEMMs."""
+    """BF16 x [..., K] @ weight [N, K].T, row-invariant."""
     return reference.row_tile_gemm(x, weight)
 
 
@@ -106,10 +106,12 @@ def _save_linear(ctx, inputs, output) -> None:
 
 
 def _linear_gradient(ctx, grad):
+    """Plain FP32 GEMMs, each rounded once: a rollout computes no gradients, so their rows may depend on each other."""
     x, weight = ctx.saved_tensors
-    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    d_weight = flat.t() @ rows if ctx.needs_input_grad[1] else None
-    return (flat @ weight).view(x.shape), d_weight
+    flat = grad.reshape(-1, grad.shape[-1]).float()
+    rows = x.reshape(-1, x.shape[-1])
+    d_weight = (flat.t() @ rows.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    return (flat @ weight.float()).to(x.dtype).view(x.shape), d_weight
 
 
 row_tile_gemm.register_autograd(_linear_gradient, setup_context=_save_linear)

@@ -119,7 +119,7 @@ class ReferenceAttention(torch.autograd.Function):
 
 
 class ReferenceHead(torch.autograd.Function):
-    """A BF16 linear, sixteen rows at a time."""
+    """A BF16 linear in FP32, sixteen rows at a time, rounded once."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -127,16 +127,18 @@ class ReferenceHead(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype)
         for start in range(0, rows.shape[0], 16):
-            tile = torch.zeros(16, rows.shape[1], dtype=x.dtype)
+            tile = torch.zeros(16, rows.shape[1])
             part = rows[start : start + 16]
-            tile[: len(part)] = part
-            out[start : start + 16] = (tile @ weight.T)[: len(part)]
+            tile[: len(part)] = part.float()
+            out[start : start + 16] = (tile @ weight.float().T)[: len(part)].to(x.dtype)
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+        rows = grad.flatten(0, -2).float()
+        dx = (rows @ weight.float()).to(x.dtype).view(x.shape)
+        return dx, (rows.T @ x.flatten(0, -2).float()).to(x.dtype)
 
 
 def make_reference(model, *, requantize: bool = False, quantize: bool = True):

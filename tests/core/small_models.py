@@ -6,13 +6,24 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-SIZES = dict(hidden_size=320, intermediate_size=448, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+SIZES = {
+    "hidden_size": 320,
+    "intermediate_size": 448,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
 def random_model(kind: str = "qwen3", *, layers: int = 2, seed: int = 0, tied: bool = False) -> PreTrainedModel:
     """A BF16 model whose every parameter is far from its usual initial value, so that no term hides in a 1 or a 0."""
     torch.manual_seed(seed)
-    options = dict(num_hidden_layers=layers, vocab_size=512, max_position_embeddings=2048, tie_word_embeddings=tied)
+    options = {
+        "num_hidden_layers": layers,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+    }
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**SIZES, **options)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     with torch.no_grad():

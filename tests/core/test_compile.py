@@ -15,6 +15,8 @@ from jetgraph.policy import WgradSource, get_policy
 from tests.core.eager_reference import make_reference
 from tests.core.small_models import one_step, random_ids, random_model
 
+pytestmark = pytest.mark.slow
+
 
 def assert_same_step(model, reference, ids) -> None:
     logits, gradients = one_step(model, ids)

@@ -27,6 +27,7 @@ def leaves(model, captured):
     return {**captured.inputs, **dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tied", "policy", "provider"), [
     ("llama", True, "jet", "reference"),
     ("qwen3", False, "bf16", "reference"),

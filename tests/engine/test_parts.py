@@ -64,7 +64,7 @@ def test_loading_a_weight_again_drops_its_pinned_image() -> None:
     codes = torch.zeros(128, 128, dtype=FP8)
     reference.pin_weight(codes)
     weights.place(codes, torch.ones(128, 128).to(FP8))
-    assert reference.decoded(codes).eq(1).all()
+    assert reference._pinned_image(codes, 128).eq(1).all()
 
 
 def test_a_bf16_weight_is_refused() -> None:

@@ -1,9 +1,8 @@
 """The final norm's result is rounded to f8e4m3 by the engine; valid when both sides do so."""
 
-from mutations import Context, apply
-from toy_transformer import build
-
 from jetgraph.precision import Format
+from tests.verify.mutations import Context, apply
+from tests.verify.toy_transformer import build
 
 
 def narrower(c: Context) -> int | None:

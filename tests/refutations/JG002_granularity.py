@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from mutations import MUTATIONS, apply
-from toy_transformer import ACTIVATION, build
-
 from jetgraph.precision import Granularity
+from tests.verify.mutations import MUTATIONS, apply
+from tests.verify.toy_transformer import ACTIVATION, build
 
 FINER = replace(ACTIVATION, granularity=Granularity.per_group(64))
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from mutations import MUTATIONS, apply
-from toy_transformer import ACTIVATION, build
+from tests.verify.mutations import MUTATIONS, apply
+from tests.verify.toy_transformer import ACTIVATION, build
 
 POWER_OF_TWO = replace(ACTIVATION, rule=replace(ACTIVATION.rule, power_of_two=True))
 

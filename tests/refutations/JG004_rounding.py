@@ -1,7 +1,7 @@
 """The engine squares the residual before rounding it; valid when both do."""
 
-from mutations import apply, residual_not_rounded
-from toy_transformer import build
+from tests.verify.mutations import apply, residual_not_rounded
+from tests.verify.toy_transformer import build
 
 
 def refuted():

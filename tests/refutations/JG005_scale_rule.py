@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from mutations import MUTATIONS, apply
-from toy_transformer import ACTIVATION, build
+from tests.verify.mutations import MUTATIONS, apply
+from tests.verify.toy_transformer import ACTIVATION, build
 
 HIGHER_FLOOR = replace(ACTIVATION, rule=replace(ACTIVATION.rule, amax_floor=1e-10))
 

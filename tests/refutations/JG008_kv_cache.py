@@ -1,7 +1,7 @@
 """The engine's cache holds FP8 K and V; valid when the trainer attends over the same FP8 values."""
 
-from mutations import apply, kv_cache_fp8
-from toy_transformer import build, rewrite
+from tests.verify.mutations import apply, kv_cache_fp8
+from tests.verify.toy_transformer import build, rewrite
 
 
 def cached(side):

@@ -1,7 +1,7 @@
 """The engine quantises at load what was quantised already; valid when the trainer's operand is made so too."""
 
-from mutations import apply, weights_quantised_twice
-from toy_transformer import build
+from tests.verify.mutations import apply, weights_quantised_twice
+from tests.verify.toy_transformer import build
 
 
 def refuted():

@@ -1,7 +1,7 @@
 """The engine's GEMM hands out bf16; valid when the trainer's is the same GEMM."""
 
-from mutations import apply, gemm_in_bf16
-from toy_transformer import build
+from tests.verify.mutations import apply, gemm_in_bf16
+from tests.verify.toy_transformer import build
 
 
 def refuted():

@@ -1,7 +1,7 @@
 """eps is 1e-6 in the engine's config and 1e-5 in the trainer's, which replay cannot see; valid when both are 1e-6."""
 
-from mutations import apply, eps
-from toy_transformer import build
+from tests.verify.mutations import apply, eps
+from tests.verify.toy_transformer import build
 
 
 def refuted():

@@ -1,7 +1,7 @@
 """gate and up are swapped; valid when both sides apply silu to up."""
 
-from mutations import apply, gate_and_up_swapped
-from toy_transformer import build
+from tests.verify.mutations import apply, gate_and_up_swapped
+from tests.verify.toy_transformer import build
 
 
 def refuted():

@@ -1,7 +1,7 @@
 """A norm reads the weight of the next layer's; valid when the model does so on both sides (a shared weight)."""
 
-from mutations import apply, norm_weight_of_next_layer
-from toy_transformer import build, with_meta
+from tests.verify.mutations import apply, norm_weight_of_next_layer
+from tests.verify.toy_transformer import build, with_meta
 
 IDLE = ["model.layers.0.input_layernorm.weight"]
 

@@ -1,6 +1,6 @@
 """The naive setting: bf16 training, FP8 rollout; valid when both are bf16 and the policy says so."""
 
-from toy_transformer import build
+from tests.verify.toy_transformer import build
 
 
 def refuted():

@@ -1,6 +1,6 @@
 """The engine's GEMM is not known to be row-invariant: still one precision flow, but not bitwise."""
 
-from toy_transformer import KERNELS, build, with_meta
+from tests.verify.toy_transformer import KERNELS, build, with_meta
 
 
 def refuted():

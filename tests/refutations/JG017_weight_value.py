@@ -1,6 +1,6 @@
 """Codes were quantised again at load: one digest differs, the graph does not; valid when the digests agree."""
 
-from toy_transformer import build, sha, with_meta
+from tests.verify.toy_transformer import build, sha, with_meta
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from toy_transformer import ACTIVATION, build
-
 from jetgraph.precision import Granularity
+from tests.verify.toy_transformer import ACTIVATION, build
 
 DYNAMIC = replace(ACTIVATION, granularity=Granularity.per_tensor())
 STATIC = replace(DYNAMIC, dynamic=False)

@@ -1,7 +1,7 @@
 """The engine's logprobs are of logits at temperature 0.7; valid when the trainer scales them too."""
 
-from mutations import Context, apply
-from toy_transformer import build
+from tests.verify.mutations import Context, apply
+from tests.verify.toy_transformer import build
 
 
 def temperature(c: Context) -> int | None:

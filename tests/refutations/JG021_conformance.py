@@ -1,6 +1,6 @@
 """Both sides are silently bf16 and the policy demands FP8: they contain each other; valid when the policy says bf16."""
 
-from toy_transformer import build, with_meta
+from tests.verify.toy_transformer import build, with_meta
 
 SCOPE = build("train").meta["scope"]
 

@@ -1,7 +1,7 @@
 """The engine calls an op outside the vocabulary; valid once the op is expanded."""
 
-from mutations import Context, apply
-from toy_transformer import build
+from tests.verify.mutations import Context, apply
+from tests.verify.toy_transformer import build
 
 
 def unknown(c: Context) -> int | None:

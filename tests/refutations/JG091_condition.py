@@ -1,7 +1,7 @@
 """The class of the mask is unproven on both sides; valid when it is causal."""
 
-from mutations import Context, apply
-from toy_transformer import build
+from tests.verify.mutations import Context, apply
+from tests.verify.toy_transformer import build
 
 
 def unproven(c: Context) -> int | None:

@@ -1,6 +1,6 @@
 """The engine's graph was lowered by Inductor; valid when it ran as the graph shows."""
 
-from toy_transformer import build, with_meta
+from tests.verify.toy_transformer import build, with_meta
 
 
 def refuted():

@@ -1,6 +1,6 @@
 """The lifted trainer graph was never replayed; valid when it was, with attention injected and said so."""
 
-from toy_transformer import build, with_meta
+from tests.verify.toy_transformer import build, with_meta
 
 
 def refuted():

@@ -1,6 +1,6 @@
 """The engine's graph does not observe V of layer 1; valid when it does (and may leave the logprob out)."""
 
-from toy_transformer import build
+from tests.verify.toy_transformer import build
 
 
 def refuted():

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from toy_transformer import remake, rewrite
-
 from jetgraph.graph import Node, PrecisionGraph, Role
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import Division, Format, Granularity, Precision
 from jetgraph.verify.fault import layer_of
+from tests.verify.toy_transformer import remake, rewrite
 
 
 @dataclass(frozen=True)

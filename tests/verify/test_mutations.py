@@ -8,11 +8,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from mutations import MUTATIONS, apply
-from toy_transformer import build
 
 from jetgraph.graph import PrecisionGraph
 from jetgraph.verify import Severity, Verdict, verify
+from tests.verify.mutations import MUTATIONS, apply
+from tests.verify.toy_transformer import build
 
 LAYERS = 30
 

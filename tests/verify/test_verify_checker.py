@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_transformer import build
 
 from jetgraph.ops import COMMUTATIVE, OPS
 from jetgraph.verify import Certificate, CertificateError, checker, verify
+from tests.verify.toy_transformer import build
 
 
 @pytest.fixture(scope="module")

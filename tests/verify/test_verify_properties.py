@@ -6,7 +6,6 @@ from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_transformer import rewrite
 
 from jetgraph.graph import Node, PrecisionGraph
 from jetgraph.normal_form import TermBuilder
@@ -14,6 +13,7 @@ from jetgraph.ops import COMMUTATIVE
 from jetgraph.precision import Format, Granularity, Scale
 from jetgraph.verify.finder import find
 from jetgraph.verify.forward import Forward
+from tests.verify.toy_transformer import rewrite
 
 UNARY = ("sq", "silu", "rsqrt", "round", "quantize")
 BINARY = ("add", "mul", "sub", "gemm")

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutations import MUTATIONS, apply, eps, next_layers_key
-from toy_transformer import build, with_meta
 
 from jetgraph.verify import RULES, Fault, Result, Severity, Verdict, fold, verify
 from jetgraph.verify.fold import spans
 from jetgraph.verify.pages import page
+from tests.verify.mutations import MUTATIONS, apply, eps, next_layers_key
+from tests.verify.toy_transformer import build, with_meta
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from mutations import MUTATIONS, Context, apply, eps
-from toy_transformer import WEIGHT, build, rewrite, sha, with_meta
 
 from jetgraph.graph import Node, PrecisionGraph, Role
 from jetgraph.normal_form import TermBuilder
@@ -16,6 +14,8 @@ from jetgraph.verify import Verdict, verify
 from jetgraph.verify.evidence import coupling
 from jetgraph.verify.finder import find
 from jetgraph.verify.forward import Forward
+from tests.verify.mutations import MUTATIONS, Context, apply, eps
+from tests.verify.toy_transformer import WEIGHT, build, rewrite, sha, with_meta
 
 
 def rules(train: PrecisionGraph, infer: PrecisionGraph) -> list[str]:

@@ -76,10 +76,7 @@ class _Builder:
     def norm(self, x: int, fqn: str) -> int:
         b, n = self.b, self.model.hidden
         self.at(fqn)
-        variance = b.mean(b.pointwise("sq", [x]), n)
-        mean = b.nodes[variance]
-        if not mean.kernel:
-            b.nodes[variance] = replace(mean, kernel="ref.sum")
+        variance = b.mean(b.pointwise("sq", [x]), n, "ref.sum")
         r = b.pointwise("rsqrt", [b.pointwise("add", [variance, b.const(1e-5)])])
         scaled = b.round(b.pointwise("mul", [x, b.broadcast(r, [(n, False)])]), Format.BF16)
         return b.round(b.pointwise("mul", [self.parameter(f"{fqn}.weight", n), scaled]), Format.BF16)
