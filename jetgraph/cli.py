@@ -6,8 +6,9 @@ Exit status everywhere: 0 contained (or done), 1 violated, 2 usage or unreadable
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -121,7 +122,7 @@ def inspect(graph: Graph, json: Annotated[bool, typer.Option("--json", help="for
     with errors_in_one_sentence():
         loaded = PrecisionGraph.load(graph)
         if json:
-            out.print(as_json(loaded), markup=False)
+            out.print(dumps(as_json(loaded), indent=2, ensure_ascii=False), markup=False)
         else:
             print_summary(loaded, out)
 
@@ -229,10 +230,6 @@ def doctor() -> None:
 
     for name, value in findings():
         out.print(f"{name:24} {value}", markup=False)
-
-
-def main() -> Callable[[], None]:
-    return app
 
 
 if __name__ == "__main__":

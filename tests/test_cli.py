@@ -1,0 +1,117 @@
+"""The command line: what it prints, and its four exit statuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jetgraph.cli import app
+from tests.verify.mutations import MUTATIONS, apply
+from tests.verify.toy_transformer import build, with_meta
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return build("train").save(tmp_path / "train.json"), build("infer").save(tmp_path / "infer.json")
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = runner.invoke(app, [str(a) for a in arguments])
+    return result.exit_code, result.output
+
+
+def test_contained_is_0_and_the_certificate_checks(pair, tmp_path):
+    certificate = tmp_path / "cert.json"
+    status, text = run("verify", *pair, "-o", certificate)
+    assert status == 0
+    assert "CONTAINED" in text
+    assert run("check", certificate, *pair)[0] == 0
+    pair[1].write_text(pair[1].read_text().replace("bf16", "f32", 1))
+    assert run("check", certificate, *pair)[0] == 1
+
+
+def test_violated_is_1_and_names_the_fault(pair):
+    mutation = MUTATIONS["eps"]
+    apply(build("infer"), mutation.edit).save(pair[1])
+    status, text = run("verify", *pair)
+    assert status == 1
+    assert mutation.rule in text
+    report = json.loads(run("verify", *pair, "--json")[1])
+    assert report["verdict"] == "VIOLATED"
+
+
+def test_unknown_is_3_never_0(pair):
+    with_meta(build("infer"), replay={"passed": False, "cases": [], "injected": []}).save(pair[1])
+    status, text = run("verify", *pair)
+    assert status == 3
+    assert "JG093" in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"jetgraph": 1}', "\x00\xff"])
+def test_unreadable_is_2_in_one_sentence(pair, content):
+    pair[1].write_text(content)
+    status, text = run("verify", *pair)
+    assert status == 2
+    assert text.startswith("error: ")
+    assert "Traceback" not in text
+    assert len(text.strip().splitlines()) == 1
+
+
+def test_usage_errors_are_2(pair, tmp_path):
+    assert run("verify", pair[0])[0] == 2
+    assert run("verify", tmp_path / "nothing.json", pair[1])[0] == 2
+    assert run("verify", tmp_path, pair[1])[0] == 2
+    assert run("export", tmp_path / "nothing", "-o", tmp_path / "out")[0] == 2
+    assert run("nonsense")[0] == 2
+
+
+def test_extract_keeps_the_observables(pair, tmp_path):
+    status, text = run("extract", pair[0], "-o", tmp_path / "expected.json")
+    assert status == 0
+    assert build("infer").semantic_digest in text
+
+
+def test_show_inspect_and_doctor(pair, tmp_path):
+    page = tmp_path / "page.html"
+    assert run("show", *pair, "-o", page)[0] == 0
+    assert "http" not in page.read_text().replace("http://www.w3.org", "")
+    status, text = run("inspect", pair[0])
+    assert status == 0
+    assert "q_proj" in text
+    assert json.loads(run("inspect", pair[0], "--json")[1])
+    status, text = run("doctor")
+    assert status == 0
+    assert "3840): ok" in text
+
+
+def test_help_names_every_arrow():
+    text = run("--help")[1]
+    for command in (
+        "compile",
+        "capture",
+        "inspect",
+        "extract",
+        "export",
+        "verify",
+        "check",
+        "show",
+        "diverge",
+        "doctor",
+    ):
+        assert command in text
+
+
+def test_verification_imports_no_torch(pair):
+    code = (
+        "import sys\nfrom jetgraph.graph import PrecisionGraph\nfrom jetgraph.verify import verify\n"
+        f"r = verify(PrecisionGraph.load({str(pair[0])!r}), PrecisionGraph.load({str(pair[1])!r}))\n"
+        "assert str(r.verdict) == 'CONTAINED'\nassert 'torch' not in sys.modules\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
