@@ -20,10 +20,10 @@ SAYS = {
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory) -> Path:
-    from tests.core.small_models import random_model
+    from tests.core.small_models import SMOLLM2_SIZES, random_model
 
     folder = tmp_path_factory.mktemp("model")
-    random_model("llama", tied=True).save_pretrained(folder)
+    random_model("llama", tied=True, sizes=SMOLLM2_SIZES).save_pretrained(folder)
     return folder
 
 

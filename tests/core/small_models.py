@@ -15,7 +15,19 @@ SIZES = {
 }
 
 
-def random_model(kind: str = "qwen3", *, layers: int = 2, seed: int = 0, tied: bool = False) -> PreTrainedModel:
+SMOLLM2_SIZES = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
+"""SmolLM2-135M's own: 4.5 groups of 128, K and V of 192 rows."""
+
+
+def random_model(
+    kind: str = "qwen3", *, layers: int = 2, seed: int = 0, tied: bool = False, sizes: dict[str, int] = SIZES
+) -> PreTrainedModel:
     """A BF16 model whose every parameter is far from its usual initial value, so that no term hides in a 1 or a 0."""
     torch.manual_seed(seed)
     options = {
@@ -24,7 +36,7 @@ def random_model(kind: str = "qwen3", *, layers: int = 2, seed: int = 0, tied: b
         "max_position_embeddings": 2048,
         "tie_word_embeddings": tied,
     }
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**SIZES, **options)
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**sizes, **options)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hidden 320 = 2.5 groups, K/V 64 rows = half a block, intermediate 448 = 3.5 blocks, vocabulary padded by vLLM."""
+    """SmolLM2's sizes (hidden 576 = 4.5 groups, K/V 192 rows = 1.5 blocks), two layers, a vocabulary vLLM pads."""
     if given := os.environ.get("JETGRAPH_TEST_MODEL"):
         return Path(given)
     import torch
@@ -27,11 +27,11 @@ def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,
-        hidden_size=320,
-        intermediate_size=448,
-        num_hidden_layers=3,
-        num_attention_heads=5,
-        num_key_value_heads=1,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         head_dim=64,
         tie_word_embeddings=True,
         max_position_embeddings=1024,

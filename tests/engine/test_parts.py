@@ -116,3 +116,23 @@ def test_a_weight_renewed_without_its_scale_is_refused() -> None:
     scales.place(torch.zeros(1, 1), torch.ones(1, 1))
     with pytest.raises(ValueError, match="weight loaded 2 times, weight_scale_inv 1 times"):
         check_loaded_in_pairs(weights, scales)
+
+
+def test_trainer_exporter_and_engine_hold_the_same_bytes() -> None:  # [N3, V16]
+    """randn 4096x4096 BF16: 0 differing bytes between training's operand, the checkpoint and the engine's parameter."""
+    from jetgraph.export import export_linear
+    from jetgraph.lowering.torch_ops import scale_arguments
+    from jetgraph.policy import get_policy
+
+    weight = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    precision = get_policy("jet").linear("model.layers.0.mlp.up_proj")
+    trained, trained_scale = torch.ops.jetgraph.quantize(weight, *scale_arguments(precision.weight.scale))
+    exported = export_linear("up_proj.weight", weight, precision)
+    parts = lay_out(("up_proj",), [4096], 128)
+    held = torch.zeros(4096, 4096, dtype=FP8), torch.full((32, 32), torch.nan)
+    PartLoader(parts, "weight", 4096, FP8, scales=False).place(held[0], exported["up_proj.weight"])
+    PartLoader(parts, "weight_scale_inv", 32, torch.float32, scales=True).place(
+        held[1], exported["up_proj.weight_scale_inv"]
+    )
+    assert (held[0].view(torch.uint8) != trained.view(torch.uint8)).sum() == 0
+    assert torch.equal(held[1], trained_scale)

@@ -80,8 +80,8 @@ def rotary_not_rounded(c: Context) -> int | None:
 
 
 def gemm_not_rounded(c: Context) -> int | None:
-    fp8 = c.node.op == "round" and c.old(0).op == "gemm" and c.old(0).fqn in c.graph.meta["scope"]
-    return c.inputs[0] if fp8 else None
+    block = c.node.op == "round" and c.old(0).op == "gemm" and layer_of(c.old(0).fqn) is not None
+    return c.inputs[0] if block else None
 
 
 def _quantize(tokens: bool, edit: Edit) -> Edit:
@@ -127,7 +127,7 @@ def next_layers_key(c: Context) -> int | None:
         return None
     name = c.graph.nodes[c.old(1).inputs[0]].attr("name")
     other = str(name).replace(f".{layer}.", f".{layer + 1}.")
-    if other not in c.graph.meta["parameters"]:
+    if other not in c.graph.meta["operands"]:
         other = str(name).replace(f".{layer}.", ".0.")
     scale = c.old(1).type.precision.scale
     assert scale is not None
@@ -214,7 +214,7 @@ def unquantised(c: Context) -> int | None:
 
 
 def gemm_in_bf16(c: Context) -> int | None:
-    if c.node.op != "gemm" or c.node.role is not Role.FPROP or c.node.fqn not in c.graph.meta["scope"]:
+    if c.node.op != "gemm" or c.node.role is not Role.FPROP or layer_of(c.node.fqn) is None:
         return None
     attrs = dict(c.node.attrs)
     return c.b.intern("gemm", c.inputs, attrs, c.node.type.shape, Precision(Format.BF16), c.node.kernel)
