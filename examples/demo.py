@@ -34,7 +34,7 @@ def main() -> int:
     say("SmolLM2-135M-Instruct: 30 layers, hidden 576 = 4.5 x 128, 9 heads, 3 KV heads, tied embeddings")
     model = write_smollm2(CACHE / "smollm2")
     reports = {
-        r.mode.name: r for r in run_modes(model, THREE_MODES, demo_prompts(model, 6), OUT, max_tokens=20, say=say)
+        r.mode.name: r for r in run_modes(model, THREE_MODES, demo_prompts(model, 4), OUT, max_tokens=20, say=say)
     }
     jet, naive = reports["jet"], reports["bf16_train_fp8_rollout"]
 

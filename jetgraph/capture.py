@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,7 +167,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         recorded_args, recorded_kwargs = self._argument(args), self._argument(kwargs)
         out = func(*args, **kwargs)
-        self._record(str(func), recorded_args, recorded_kwargs, out, _writes(func, args))
+        self._record(str(func), recorded_args, recorded_kwargs, out, _writes(func, args, kwargs))
         return out
 
     def region_call(self, region: CompiledRegion, kind: str, args: Sequence[Any], out: Any) -> None:
@@ -186,7 +185,7 @@ class Recorder(TorchDispatchMode):
             prefix = self.step.regions[forward_call].prefix
         self.step.regions[name] = RegionCall(name, region, kind, prefix, sizes, forward_call)
         recorded = tuple(self._argument(a) for a in args)
-        self._record(f"region.{kind}", recorded, {}, out, None, name)
+        self._record(f"region.{kind}", recorded, {}, out, [], name)
 
     def _record(self, target: str, args: Any, kwargs: Any, out: Any, written: Any, name: str | None = None) -> None:
         name = name or f"v{len(self.step.ops)}"
@@ -212,11 +211,12 @@ class Recorder(TorchDispatchMode):
                         )
                     )
                     self._bind(item, part)
-        if written is not None:
-            storage = written.untyped_storage().data_ptr()
+        for tensor in written:
+            storage = tensor.untyped_storage().data_ptr()
             for key in [k for k in self._names if k[0] == storage]:
                 self._names[key] = f"stale_{self._names[key]}"
-            self._bind(written, name)
+        if len(written) == 1:
+            self._bind(written[0], name)
 
     def start_backward(self) -> None:
         """What follows is the gradient; outside the regions no module is at work then."""
@@ -258,14 +258,18 @@ class Recorder(TorchDispatchMode):
         return record_argument(value)
 
 
-def _writes(func: Any, args: tuple) -> torch.Tensor | None:
-    """The tensor that an in-place operator writes into."""
+def _writes(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Every tensor that an in-place or out= operator writes into, lists of tensors included."""
     if not func._schema.is_mutable:
-        return None
-    for declared, value in zip(func._schema.arguments, args, strict=False):
-        if declared.alias_info is not None and declared.alias_info.is_write and isinstance(value, torch.Tensor):
-            return value
-    return None
+        return []
+    written: list[torch.Tensor] = []
+    for position, declared in enumerate(func._schema.arguments):
+        if declared.alias_info is None or not declared.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(declared.name)
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        written += [item for item in items if isinstance(item, torch.Tensor)]
+    return written
 
 
 def _symbol_sizes(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[str, int]:
@@ -310,30 +314,38 @@ def _inside_compiled(model: torch.nn.Module, name: str) -> bool:
     )
 
 
-def run_region(module: torch.nn.Module, name: str, compiled: Callable) -> Callable:
+def run_region(name: str, compiled: Callable) -> Callable:
     """What a region's `_compiled_call_impl` becomes: Dynamo never sees the recorder's dispatch mode.
 
-    The sequence axis is marked dynamic on the way in, so one compile serves every length.
+    Batch and sequence axes are marked dynamic on the way in, so one compile serves every size above 1.
     """
-    owner = weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder = Recorder.active
-        _mark_sequence_dynamic(args, kwargs)
+        _mark_sizes_dynamic(args, kwargs)
         if recorder is None:
             return compiled(*args, **kwargs)
         recorder.module_name = name
         with _disable_current_modes():
             return compiled(*args, **kwargs)
 
-    assert owner() is module
-    return call
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=1024):
+            return call(*args, **kwargs)
+
+    return limited
 
 
-def _mark_sequence_dynamic(args: Any, kwargs: Any) -> None:
+RECOMPILE_LIMIT = 64
+"""Dynamo counts variants per code object, and all blocks of all models of a family share one; its default is 8."""
+
+
+def _mark_sizes_dynamic(args: Any, kwargs: Any) -> None:
     for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[1] > 1:
-            torch._dynamo.maybe_mark_dynamic(leaf, 1)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2:
+            for dim in (0, 1):
+                if leaf.shape[dim] > 1:
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
 
 
 __all__ = ["Backend", "CompiledRegion", "Recorder", "RegionCall", "Step", "Symbol", "recording", "run_region"]

@@ -74,6 +74,7 @@ def compile_(model: Model, policy: PolicyName = "jet", provider: Provider = "ref
 
         import jetgraph
 
+        jetgraph.get_policy(policy)
         loaded = AutoModelForCausalLM.from_pretrained(_existing(model), dtype=torch.bfloat16).train()
         compiled = jetgraph.compile(loaded, policy, provider=provider).jetgraph
         ids = torch.arange(3, 40)[None]

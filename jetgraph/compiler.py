@@ -9,8 +9,10 @@ The model stays the Hugging Face module it was: same class, parameters, names an
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.fx import GraphModule
@@ -39,6 +41,9 @@ class Compiled:
     provider: str
     regions: dict[str, Backend] = field(default_factory=dict)
     """FQN of each compiled region → its backend; regions that decide alike share one."""
+
+    def __reduce__(self) -> tuple:
+        raise CompileError("a compiled model is not pickled whole: save model.state_dict(), load it and compile again")
 
     @property
     def seconds(self) -> float:
@@ -86,23 +91,76 @@ def compile(model: torch.nn.Module, policy: str | Policy = "jet", *, provider: s
         raise ValueError(f"provider {provider!r} does not exist; choose one of {', '.join(PROVIDERS)}")
     if getattr(model, "jetgraph", None) is not None:
         raise CompileError("this model is compiled already; load it again to compile it with another policy")
+    regions = find_regions(model)
+    check_masters(model)
+    check_scope(model, [name for name, _ in regions], chosen)
     compiled = Compiled(model, chosen, provider)
+    model.config = copy.deepcopy(model.config)  # models made from one config object share it
+    model.config.use_cache = False  # a training step fills no KV cache; `generate` asks for one itself
     if provider == "reference":
         from jetgraph.lowering.attention import use_reference_attention
 
         use_reference_attention(model)  # type: ignore[arg-type]
         make_head_row_invariant(model)
     backends: dict[tuple, Backend] = {}
-    for name, module in find_regions(model):
+    for name, module in regions:
         decisions = _decisions(module, name, chosen)
         signature = (type(module), tuple(sorted(decisions.items())))
         if signature not in backends:
             backends[signature] = Backend(name, _lowering(decisions, chosen, provider))
         compiled.regions[name] = backends[signature]
         module.compile(backend=backends[signature], fullgraph=True)
-        module._compiled_call_impl = run_region(module, name, module._compiled_call_impl)  # type: ignore[assignment, arg-type]
+        module._compiled_call_impl = run_region(name, module._compiled_call_impl)  # type: ignore[assignment, arg-type]
+        object.__setattr__(module, "__deepcopy__", _refuse_copy)
     object.__setattr__(model, "jetgraph", compiled)
+    object.__setattr__(model, "__deepcopy__", partial(_copy_compiled, model))
     return model
+
+
+def check_masters(model: torch.nn.Module) -> None:
+    """The parameters are the BF16 masters that both sides quantise.
+
+    Raises:
+        CompileError: a parameter has another floating dtype; names it.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype is not torch.bfloat16:
+            raise CompileError(
+                f"{name} is {parameter.dtype}; expected torch.bfloat16 masters: load with dtype=torch.bfloat16"
+            )
+
+
+def check_scope(model: torch.nn.Module, regions: list[str], policy: Policy) -> None:
+    """Every linear that the policy quantises must lie in a compiled region.
+
+    Raises:
+        CompileError: one does not, and would silently run in BF16.
+    """
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{region}.") for region in regions)
+        if isinstance(module, torch.nn.Linear) and policy.linear(name).quantized and not inside:
+            raise CompileError(
+                f"policy {policy.name!r} quantises {name}, which lies outside the compiled blocks ({regions[0]} …); "
+                "it would silently run in BF16"
+            )
+
+
+def _copy_compiled(model: torch.nn.Module, memo: dict) -> torch.nn.Module:
+    """`copy.deepcopy` of a compiled model: a copy compiled with the same policy, never a silent BF16 one."""
+    compiled: Compiled = model.jetgraph  # type: ignore[assignment]
+    held = [(m, m.__dict__.pop("__deepcopy__")) for m in model.modules() if "__deepcopy__" in m.__dict__]
+    del model.__dict__["jetgraph"]
+    try:
+        twin = copy.deepcopy(model, memo)
+    finally:
+        for module, hook in held:
+            object.__setattr__(module, "__deepcopy__", hook)
+        object.__setattr__(model, "jetgraph", compiled)
+    return compile(twin, compiled.policy, provider=compiled.provider)
+
+
+def _refuse_copy(memo: dict) -> torch.nn.Module:
+    raise CompileError("a compiled block cannot be copied alone (the copy would run in BF16); copy the whole model")
 
 
 def find_regions(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

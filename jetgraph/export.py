@@ -45,7 +45,8 @@ def export_checkpoint(
     config = json.loads((source / "config.json").read_text())
     if "quantization_config" in config:
         raise ValueError(f"{source} is already quantised: export from the bf16 folder")
-    target.mkdir(parents=True, exist_ok=True)
+    if target.resolve() == source.resolve():
+        raise ValueError(f"exporting {source} onto itself would destroy the BF16 masters: choose another folder")
     tensors: dict[str, Tensor] = {}
     linears: dict[str, LinearPrecision] = {}
     for name, value in read_tensors(source):
@@ -56,8 +57,9 @@ def export_checkpoint(
             continue
         linears[module] = precision
         tensors |= export_linear(name, value, precision)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config["quantization_config"] = declare(chosen, ops, linears)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copy_other_files(source, target)
     return target

@@ -126,10 +126,6 @@ class PrecisionGraph:
     def num_edges(self) -> int:
         return sum(len(node.inputs) for node in self.nodes)
 
-    def only(self, phase: Phase) -> PrecisionGraph:
-        """The graph of the outputs that ``phase`` computes, and what they need."""
-        return self.restrict({k: i for k, i in self.outputs.items() if self.nodes[i].phase is phase})
-
     def restrict(self, outputs: Mapping[str, int]) -> PrecisionGraph:
         """The same graph with only these outputs and their ancestors."""
         live: set[int] = set()

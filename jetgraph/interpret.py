@@ -198,7 +198,7 @@ class _Run:
 
     def _sum(self, node: Node, x: Tensor, tokens: bool = False) -> Tensor:
         sizes, reduced = node.attr("sizes"), node.attr("reduced")
-        shaped = x.reshape(x.shape[0], *sizes)  # type: ignore[misc]
+        shaped = (x.float() if node.kernel.startswith("aten::sum.f32") else x).reshape(x.shape[0], *sizes)  # type: ignore[misc]
         dims = [d + 1 for d, r in enumerate(reduced) if r] + ([0] if tokens else [])  # type: ignore[arg-type]
         _, _, order = node.kernel.partition("@")
         if order:

@@ -20,6 +20,11 @@ from jetgraph.precision import Format
 TOKEN_ATOM = 0
 
 
+def clamped(bound: int, size: int) -> int:
+    """A slice bound as Python reads it: negative counts from the end, what lies outside is cut."""
+    return min(max(bound + size if bound < 0 else bound, 0), size)
+
+
 class LayoutError(ValueError):
     """The captured program arranges a tensor in a way that has no meaning as [token, features]."""
 
@@ -145,10 +150,6 @@ class Layouts:
             sizes = [self.size[a] for a in have]
             term = self.builder.permute(term, sizes, [have.index(a) for a in present])
         return self.builder.broadcast(term, [(self.size[a], a in have) for a in wanted])
-
-    def matrix(self, value: Value) -> Value:
-        """The same value as a row-major [T, C] matrix term."""
-        return self.token_matrix(self.read(value))
 
     # -------------------------------------------------------------------------------------------------- pointwise
 
@@ -293,8 +294,7 @@ class Layouts:
         dim %= len(value.dims)
         axis = value.dims[dim]
         size = self.shape(value)[dim]
-        start = (start or 0) + (size if (start or 0) < 0 else 0)
-        stop = size if stop is None else min(stop + size if stop < 0 else stop, size)
+        start, stop = clamped(start or 0, size), size if stop is None else clamped(stop, size)
         if (start, stop) == (0, size):
             return value
         if axis == (TOKEN_ATOM,):
@@ -338,6 +338,8 @@ class Layouts:
 
     def value_of_read(self, value: Value) -> Value:
         """The same value with its term materialised row-major."""
+        if any(TOKEN_ATOM in dim and len(dim) > 1 for dim in value.dims):
+            raise LayoutError("a dimension mixes tokens and features")
         return self.value(self.read(value), self.shape(value))
 
     def cat(self, values: Sequence[Value], dim: int) -> Value:

@@ -23,7 +23,6 @@ FORMATS = {
     "float64": Format.F64,
     "int64": Format.I64,
     "int32": Format.I64,
-    "bool": Format.I64,
     "float8_e4m3fn": Format.E4M3,
 }
 CONTRACTION_ROLE = {"nt": Role.FPROP, "nn": Role.DGRAD, "tn": Role.WGRAD}
@@ -155,8 +154,9 @@ class Lifter:
             return self.unknown_op(frame, op, args, op.target)
         try:
             return handler(self, frame, op, args, kwargs)
-        except (LayoutError, LiftError) as error:
-            return self.unknown_op(frame, op, args, f"{op.target}: {error}")
+        except Exception as error:  # an expansion that fails has no meaning: UNKNOWN by name, never a traceback
+            reason = error if isinstance(error, (LayoutError, LiftError)) else f"{type(error).__name__} {error}"
+            return self.unknown_op(frame, op, args, f"{op.target}: {reason}")
 
     def _resolve(self, frame: Frame, argument: Any) -> Any:
         if isinstance(argument, Ref):

@@ -6,12 +6,13 @@ refused, and a BF16 result is FP32 arithmetic followed by `round(bf16)`.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import Any
 
-from jetgraph.layout import TOKEN_ATOM, Value
+from jetgraph.layout import TOKEN_ATOM, Value, clamped
 from jetgraph.lift import Frame, Lifter, Nothing, QuantizedHalf, Zeros, handles, only, refuse_unless, with_defaults
-from jetgraph.normal_form import as_f32
+from jetgraph.normal_form import TermBuilder, as_f32
 from jetgraph.precision import Format
 from jetgraph.record import Op, Symbol
 
@@ -21,6 +22,7 @@ from jetgraph.record import Op, Symbol
 @handles("aten.view", "aten._unsafe_view", "aten.reshape")
 def _view(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
+    refuse_unless(op.target != "aten.view.dtype", "bits read as another dtype")
     return lift.layouts.view(args[0], frame.shape(op))
 
 
@@ -82,7 +84,7 @@ def _slice_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dic
     refuse_unless(step == 1, f"slice_backward with step {step}")
     sizes = [frame.sizes(s) for s in sizes]
     dim %= len(sizes)
-    start, stop = start % (sizes[dim] + 1), min(stop, sizes[dim])
+    start, stop = (clamped(bound, sizes[dim]) for bound in (start, stop))
     return _padded(lift, value, dim, start, sizes[dim] - stop)
 
 
@@ -162,7 +164,7 @@ def _convert(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> A
     target = lift.format_of(op)
     source = lift.builder.format(value.term)
     if target is Format.I64:
-        refuse_unless(source is Format.I64, "float to integer")
+        refuse_unless(source is Format.I64 and op.value.dtype == "int64", "a conversion to a narrower integer")
         return value
     if source is Format.I64:
         value = lift.layouts.pointwise("int_to_float", [value], Format.F32)
@@ -179,10 +181,20 @@ def _binary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> An
     a, b = (lift.operand(x) for x in args[:2])
     refuse_unless(len(args) == 2 and not isinstance(args[0], Zeros), f"{len(args)} arguments")
     refuse_unless(lift.format_of(op) in (Format.BF16, Format.F32), f"arithmetic in {op.value.dtype}")
-    name = op.target.split(".")[1]
-    if name == "div" and lift.builder.op(b.term) == "const":
-        return lift.layouts.pointwise("div", [a, b], lift.format_of(op))
-    return lift.layouts.pointwise(name, [a, b], lift.format_of(op))
+    if lift.format_of(op) is Format.BF16:
+        for value in (a, b):  # kernels round a wider scalar first, or not: only what BF16 holds is the same either way
+            refuse_unless(
+                value.dims != () or holds_in_bf16(lift.builder, value.term), "a scalar that BF16 does not hold"
+            )
+    return lift.layouts.pointwise(op.target.split(".")[1], [a, b], lift.format_of(op))
+
+
+def holds_in_bf16(builder: TermBuilder, scalar: int) -> bool:
+    """Whether a scalar term is a BF16 number."""
+    if builder.op(scalar) != "const":
+        return builder.format(scalar) is Format.BF16
+    (bits,) = struct.unpack("<I", struct.pack("<f", float(dict(builder.nodes[scalar].attrs)["value"])))  # type: ignore[arg-type]
+    return bits & 0xFFFF == 0
 
 
 @handles("aten.add_")
@@ -193,7 +205,11 @@ def _add_in_place(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict)
 @handles("aten.neg", "aten.rsqrt", "aten.cos", "aten.sin", "aten.silu")
 def _unary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
-    return lift.layouts.pointwise(op.target.split(".")[1], [args[0]], lift.format_of(op))
+    name = op.target.split(".")[1]
+    kernel = "" if name == "neg" else f"aten::{name}"
+    exact = name in ("neg", "silu") or lift.format_of(op) is Format.F32
+    refuse_unless(exact, f"{name} in {op.value.dtype}")
+    return lift.layouts.pointwise(name, [args[0]], lift.format_of(op), kernel=kernel)
 
 
 @handles("aten.silu_backward")
@@ -207,6 +223,7 @@ def _pow(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     exponent = args[1]
     refuse_unless(isinstance(exponent, (int, float)), "tensor exponent")
+    refuse_unless(lift.format_of(op) is Format.F32, f"pow in {op.value.dtype}")
     return lift.layouts.pointwise("pow", [args[0]], lift.format_of(op), {"exponent": as_f32(exponent)})
 
 
@@ -223,6 +240,7 @@ def _mean(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     if layouts.features(value) != [a for dim in value.dims for a in dim if a != TOKEN_ATOM]:
         value = layouts.value_of_read(value)
     axis = value.dims[-1]
+    refuse_unless(TOKEN_ATOM not in axis, "a mean over the tokens")
     size = layouts.shape(value)[-1]
     term = lift.builder.round(lift.builder.mean(value.term, size, "aten::mean"), lift.format_of(op))
     atoms = tuple(a for a in value.atoms if a not in axis)
@@ -239,10 +257,16 @@ def _sum(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     if any(a not in value.atoms for dim in value.dims for a in dim):
         value = layouts.value_of_read(value)
     reduced = {a for d in dims for a in value.dims[d]}
+    if not reduced:  # every summed dimension has size 1
+        kept = [dim for d, dim in enumerate(value.dims) if keep or d not in dims]
+        return lift.rounded(Value(value.term, value.atoms, tuple(kept)), op)
     features = layouts.features(value)
     spec = frame.spec(op.args[0])
     visited = list(spec.layout) if spec is not None else []
-    kernel = "aten::sum" + (f"@{','.join(map(str, _memory_order(lift, value, visited)))}" if visited else "")
+    wide = lift.format_of(op) is Format.F32 and lift.builder.format(value.term) is not Format.F32
+    kernel = ("aten::sum.f32" if wide else "aten::sum") + (
+        f"@{','.join(map(str, _memory_order(lift, value, visited)))}" if visited else ""
+    )
     term = lift.builder.sum(
         value.term, [layouts.size[a] for a in features], [a in reduced for a in features], TOKEN_ATOM in reduced, kernel
     )

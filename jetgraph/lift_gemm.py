@@ -55,6 +55,8 @@ def _bmm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     a, b = args
     refuse_unless(not a.dims[2] and not b.dims[1], "a batched product with a contraction longer than 1")
+    counts = [lift.builder.op(x.term) == "int_to_float" for x in args]  # 0 + (-0) is +0: no negative zero may occur
+    refuse_unless(any(counts), "a product of possibly negative numbers with K = 1")
     lift.builder.rules["matmul with K = 1 is mul"] += 1
     column = Value(a.term, a.atoms, (a.dims[0], a.dims[1], ()))
     row = Value(b.term, b.atoms, (b.dims[0], (), b.dims[2]))
@@ -86,8 +88,17 @@ def _quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> 
     only(kwargs)
     x, rows, cols, *rule = args
     scale = Scale(Granularity(rows or None, cols or None), _rule(*rule))
-    term = x.term if x.atoms == tuple(a for d in x.dims for a in d) else lift.layouts.read(x)
-    return _halves(lift.builder.quantize(term, scale, "jetgraph::quantize"), False)
+    return _halves(lift.builder.quantize(_rows(lift, x), scale, "jetgraph::quantize"), False)
+
+
+def _rows(lift: Lifter, x: Value) -> int:
+    """The term of a matrix whose rows are tokens (or a stored parameter's rows): blocks are counted on it."""
+    refuse_unless(len(x.dims) == 2, "blocks of something not a matrix")
+    if TOKEN_ATOM in x.atoms:
+        refuse_unless(x.dims[0] == (TOKEN_ATOM,), "blocks along another axis than a token's features")
+        return lift.layouts.read(x)
+    refuse_unless(x.atoms == x.dims[0] + x.dims[1], "blocks of a rearranged parameter")
+    return x.term
 
 
 @handles("jetgraph.quantize_tokens")
@@ -95,7 +106,7 @@ def _quantize_tokens(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: di
     only(kwargs)
     x, group, *rule = args
     scale = Scale(Granularity.per_token_group(group), _rule(*rule))
-    return _halves(lift.builder.quantize(lift.layouts.read(x), scale, "jetgraph::quantize_tokens"), True)
+    return _halves(lift.builder.quantize(_rows(lift, x), scale, "jetgraph::quantize_tokens"), True)
 
 
 @handles("jetgraph.requantize_tokens")

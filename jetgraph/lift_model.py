@@ -157,6 +157,8 @@ def _log_softmax(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) 
     only(kwargs)
     value, dim, _half_to_float = args
     refuse_unless(dim in (-1, len(value.dims) - 1), "log_softmax over other than the last dimension")
+    _whole_rows(lift, value)
+    refuse_unless(lift.format_of(op) is Format.F32, f"log_softmax in {op.value.dtype}")
     term = lift.layouts.read(value)
     out = lift.builder.intern(
         "log_softmax", (term,), {}, lift.builder.nodes[term].type.shape, F32, "aten::_log_softmax"
@@ -164,11 +166,17 @@ def _log_softmax(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) 
     return lift.layouts.view(lift.layouts.token_matrix(lift.builder.round(out, lift.format_of(op))), frame.shape(op))
 
 
+def _whole_rows(lift: Lifter, value: Value) -> None:
+    """The last dimension must hold every feature of a token, and no token axis."""
+    refuse_unless(set(value.dims[-1]) == set(lift.layouts.features(value)), "a reduction over part of the features")
+
+
 @handles("aten._log_softmax_backward_data")
 def _log_softmax_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     grad, output, _dim, dtype = args
     refuse_unless(FORMATS[dtype.text] is lift.format_of(op), "a gradient of another dtype")
+    _whole_rows(lift, output)
     terms = (lift.layouts.read(grad), lift.layouts.read(output))
     shape = lift.builder.nodes[terms[1]].type.shape
     kernel = "aten::_log_softmax_backward_data"
@@ -181,6 +189,7 @@ def _gather(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> An
     only(kwargs)
     value, dim, index = args[:3]
     refuse_unless(dim in (-1, len(value.dims) - 1) and not index.dims[-1], "gather of more than one feature per token")
+    _whole_rows(lift, value)
     term = lift.layouts.read(value)
     out = lift.builder.intern("gather", (term, index.term), {}, ("T", 1), lift.builder.precision(term))
     return Value(out, (TOKEN_ATOM,), index.dims)

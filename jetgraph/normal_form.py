@@ -11,7 +11,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jetgraph.graph import Attr, Node, Phase, PrecisionGraph, Role, ValueType, term_digest
@@ -278,6 +278,3 @@ class TermBuilder:
         left, right = self.nodes[a].type.shape, self.nodes[b].type.shape
         shape = {"nt": (left[0], right[0]), "nn": (left[0], right[1]), "tn": (left[1], right[1])}[contraction]
         return self.intern("gemm", (a, b), {"contraction": contraction}, shape, F32, kernel)
-
-    def with_phase(self, phase: Phase) -> None:
-        self.where = replace(self.where, phase=phase)

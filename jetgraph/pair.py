@@ -55,6 +55,10 @@ def run_trainer(
 
     All of it in a process of its own.
     """
+    get_policy(policy)
+    check_model_folder(model_dir)
+    if graph is not None:
+        graph.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         job, results = Path(folder, "job.json"), Path(folder, "results.json")
         content = {
@@ -80,7 +84,8 @@ def run_trainer(
             if line.startswith("jetgraph:"):
                 say(line.removeprefix("jetgraph:").strip())
         if process.wait() != 0:
-            raise TrainerFailed("the trainer ended with an error; its last lines:\n" + "\n".join(lines))
+            said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+            raise TrainerFailed(said[-1] if said else "the trainer failed; its last lines:\n" + "\n".join(lines))
         data = json.loads(results.read_text())
     mismatches = {name: Mismatch(**values) for name, values in data["mismatches"].items()}
     return TrainerRun(graph, data["compile_seconds"], data["num_compiles"], data["saved"], mismatches)
@@ -99,13 +104,14 @@ def run_engine(
 ) -> EngineRun:
     """Export ``model_dir`` for the rollout of ``policy`` and run the engine; ``stock`` runs the folder as it is."""
     integration = get_engine(engine)
+    get_policy(policy)
+    check_model_folder(model_dir)
     if stock:
         folder = model_dir
     else:
         folder = work / f"exported-{policy}"
-        if not (folder / "config.json").exists():
-            say(f"exporting the {policy} checkpoint")
-            export_checkpoint(model_dir, folder, policy)
+        say(f"exporting the {policy} checkpoint")  # always: the folder may hold another model, or older weights
+        export_checkpoint(model_dir, folder, policy)
     return integration.run(folder, graph=graph, plans=plans, say=say)
 
 
@@ -127,6 +133,12 @@ def verify_files(train: Path, infer: Path) -> Result:
     files = [_read(path) for path in (train, infer)]
     graphs = [PrecisionGraph.from_json(data.decode("utf-8", errors="replace")) for data in files]
     return verify(*graphs, train_file=files[0], infer_file=files[1])
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse, before a process is started for it, what cannot be a model folder."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a model folder: it has no config.json")
 
 
 def _read(path: Path) -> bytes:

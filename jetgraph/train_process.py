@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import jetgraph
+from jetgraph.compiler import CompileError
 from jetgraph.replay import replay_step
 from jetgraph.scoring import Rollout, mismatch
 from jetgraph.trainer import capture_step
@@ -25,7 +26,11 @@ from jetgraph.trainer import capture_step
 
 def main(arguments: list[str]) -> int:
     job = json.loads(Path(arguments[0]).read_text())
-    Path(job["results"]).write_text(json.dumps(run(job)))
+    try:
+        Path(job["results"]).write_text(json.dumps(run(job)))
+    except (ValueError, OSError, CompileError, NotImplementedError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return 2
     return 0
 
 

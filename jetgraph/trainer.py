@@ -80,21 +80,23 @@ def capture_step(compiled: Compiled, input_ids: Tensor | None = None, *, backwar
     held = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     run = model if backward else torch.no_grad()(model)
-    with recording(model, inputs) as recorder:
-        logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False).logits
-        logprob = token_logprobs(logits, inputs["targets"])
-        recorder.step.results |= {"logits": recorder.name_of(logits), "logprob": recorder.name_of(logprob)}
-        if backward:
-            recorder.start_backward()
-            logprob.backward(inputs["d_logprob"])
-            recorder.step.results |= {
-                f"grad.{name}": recorder.name_of(parameter.grad)
-                for name, parameter in model.named_parameters()
-                if parameter.grad is not None
-            }
-    gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        parameter.grad = held[name]
+    try:
+        with recording(model, inputs) as recorder:
+            logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False).logits
+            logprob = token_logprobs(logits, inputs["targets"])
+            recorder.step.results |= {"logits": recorder.name_of(logits), "logprob": recorder.name_of(logprob)}
+            if backward:
+                recorder.start_backward()
+                logprob.backward(inputs["d_logprob"])
+                recorder.step.results |= {
+                    f"grad.{name}": recorder.name_of(parameter.grad)
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
+                }
+        gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.grad = held[name]
     graph = lift_step(recorder.step, compiled, length)
     return CapturedStep(graph, inputs, logits.detach(), logprob.detach(), gradients)
 

@@ -70,6 +70,8 @@ def test_usage_errors_are_2(pair, tmp_path):
     assert run("verify", tmp_path, pair[1])[0] == 2
     assert run("export", tmp_path / "nothing", "-o", tmp_path / "out")[0] == 2
     assert run("nonsense")[0] == 2
+    assert "has no config.json" in run("verify", tmp_path)[1]
+    assert "policy 'nope' does not exist" in run("capture", tmp_path, "-p", "nope", "-o", tmp_path / "g.json")[1]
 
 
 def test_extract_keeps_the_observables(pair, tmp_path):

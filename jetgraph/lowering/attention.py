@@ -19,6 +19,9 @@ def use_reference_attention(model: PreTrainedModel) -> None:
     """Switch ``model`` to `jetgraph::attention`."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = model.config  # the model's own copy, so that no other model is switched
     model.config._attn_implementation = NAME
 
 

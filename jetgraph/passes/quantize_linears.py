@@ -97,7 +97,7 @@ class _Quantizer:
         assert precision.weight.scale is not None
         source, forward = gemm.b.source, gemm.role is Role.FPROP
         arguments = scale_arguments(precision.weight.scale)
-        key = ("weight", source, forward)
+        key = ("weight", source, forward, arguments)
         if key not in self.made:
             with self.graph.inserting_before(gemm.node):
                 node = edit.call(self.graph, ops.quantize.default, (source, *arguments), gemm.node, forward)
@@ -116,14 +116,16 @@ class _Quantizer:
         assert cols == 1
         saved = self.made.get(("rows", source, scale_arguments(precision.activation.scale)))  # type: ignore[arg-type]
         if self.wgrad_source is WgradSource.REQUANTIZE and saved is not None and edit.is_forward(saved[0]):
-            key = ("requantized", source)
+            key = ("requantized", source, precision.group, rows, *rule)
             if key not in self.made:
                 arguments = (*saved, precision.group, rows, *rule)
                 with self.graph.inserting_before(like):
                     node = edit.call(self.graph, ops.requantize_tokens.default, arguments, like, False)
                 self.made[key] = edit.results(self.graph, node, 2)
             return self.made[key]  # type: ignore[return-value]
-        return self._once(("tokens", source), source, ops.quantize_tokens.default, (source, rows, *rule), like)
+        return self._once(
+            ("tokens", source, rows, *rule), source, ops.quantize_tokens.default, (source, rows, *rule), like
+        )
 
     def _once(self, key: tuple, source: Node, target, arguments: tuple, like: Node) -> tuple[Node, Node]:
         """Quantise right where ``source`` is made, in its own phase, so that all its users share the result."""

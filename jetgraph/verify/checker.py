@@ -3,8 +3,8 @@
     python -m jetgraph.verify.checker CERT TRAIN INFER      exit 0 accepted, 1 refused, 2 usage or unreadable
 
 Standard library only, nothing of jetgraph: copy the file anywhere and run it.  It finds nothing; it follows the map φ
-that the certificate states and refuses at the first thing that does not hold, with one sentence.  What it accepts is
-docs/spec.md §5, for what the graph files say: that they are true to the programs is the lifters' and the replay gate's.
+that the certificate states and refuses at the first thing that does not hold.  What it accepts is docs/spec.md §6, for
+what the files say: that they are true to the programs is the lifters' and the replay gate's.
 """
 
 import hashlib
@@ -130,8 +130,8 @@ def _check(cert, train, infer):
     for graph in (train, infer):
         _conformance(graph)
     need(train.meta["scope"] == infer.meta["scope"], "the policies of the two sides demand different precisions")
-    for index, reason in ((i, row_coupling(infer, i)) for i in live):
-        need(not reason, f"infer node %{index} couples tokens: {reason}")
+    coupled = [f"infer node %{i} couples tokens: {reason}" for i in live if (reason := row_coupling(infer, i))]
+    need(not coupled, "; ".join(coupled[:1]))
     bits = all(same_bits(train, infer, i, phi[i]) for i in live if infer.nodes[i]["op"] not in LEAVES)
     need(cert["bitwise"] is bits, f"the certificate says bitwise {cert['bitwise']}, the kernels say {bits}")
     return cert
@@ -149,9 +149,8 @@ def _homomorphism(train, infer, live, phi):
         values = [(n["op"], n["shape"], n["precision"], repr(sorted(n["attrs"].items()))) for n in (node, other)]
         for key, mine, theirs in zip(("op", "shape", "precision", "attrs"), *values, strict=True):  # repr: 0.0 == -0.0
             need(mine == theirs, f"infer node %{index} and train node %{image} differ in {key}")
-        ports, wanted = [phi[i] for i in node["in"]], other["in"]
-        if op in COMMUTATIVE:
-            ports, wanted = sorted(ports), sorted(wanted)
+        order = sorted if op in COMMUTATIVE else list
+        ports, wanted = order(phi[i] for i in node["in"]), order(other["in"])
         need(ports == wanted, f"infer node %{index} and train node %{image} read different inputs")
         need(train.forward(image), f"train node %{image} is not in the forward part")
 
@@ -159,17 +158,16 @@ def _homomorphism(train, infer, live, phi):
 def _observables(train, infer, live, phi):
     found, wanted = infer.observables(), train.observables()
     need(len(found) == len(infer.outputs), "an infer output belongs to a backward pass")
-    for name, index in found.items():
-        need(wanted.get(name) == phi[index], f"observable {name} is not the trainer's {name}")
+    strange = [name for name, index in found.items() if wanted.get(name) != phi[index]]
+    need(not strange, f"observable {''.join(strange[:1])} is not the trainer's")
     attention = sorted(infer.nodes[i]["in"][1:] for i in live if infer.nodes[i]["op"] == "attention")
-    need("logits" in found and attention, "no logits or no attention: such a graph proves nothing")
+    need({"logits", "logprob"} <= set(found) and attention, "no logits, logprob or attention: that proves nothing")
     pairs = sorted([found.get(f"k.{i}", -1), found.get(f"v.{i}", -1)] for i in range(len(attention)))
     need(pairs == attention, "the observed K and V are not those that the attentions read")
 
 
 def _weights(train, infer, live):
-    theirs, ours = train.meta["parameters"], infer.meta["parameters"]
-    used, stored = train.meta["operands"], infer.meta["operands"]
+    theirs, ours, used, stored = (g.meta[key] for key in ("parameters", "operands") for g in (train, infer))
     for name in stored:
         need(used.get(name) == stored[name], f"the engine's stored codes of {name} are not the trainer's operand")
     for name in set(theirs) & set(ours):
@@ -190,7 +188,8 @@ def _weights(train, infer, live):
 
 def _conformance(graph):
     """The policy's precision at every linear; and that the capture may be believed: replay, compiler, known ops."""
-    need((graph.meta.get("replay") or {}).get("passed") is True, f"the {graph.side} graph did not pass the replay gate")
+    replay = graph.meta.get("replay") or {}
+    need(replay.get("passed") is True and replay.get("cases"), f"the {graph.side} graph did not pass the replay gate")
     need(graph.meta.get("compiler") in ("fx", "eager"), f"the {graph.side} graph's compiler may drop casts")
     scope, seen = graph.meta["scope"], set()
     for node in (graph.nodes[i] for i in graph.live()):
@@ -202,7 +201,7 @@ def _conformance(graph):
             need([o["precision"] for o in operands] == demand, f"{graph.side} {fqn} has not the policy's precision")
         elif node["op"] == "gemm":
             need(all(o["op"] != "quantize" for o in operands), f"{graph.side} {fqn} is quantised outside the policy")
-    need(seen == set(scope), f"{graph.side} has no gemm for {sorted(set(scope) - seen)[:1]}")
+    need(scope and seen == set(scope), f"{graph.side} has no scope, or no gemm for {sorted(set(scope) - seen)[:1]}")
 
 
 def row_coupling(graph, index):
@@ -222,10 +221,11 @@ def row_coupling(graph, index):
 
 
 def same_bits(train, infer, index, image):
-    """Equal kernels that give a row the same bits in every batch; no name means plain elementwise arithmetic."""
-    kernel = infer.nodes[index].get("kernel", "")
-    if kernel == "" or train.nodes[image].get("kernel", "") != kernel:
-        return train.nodes[image].get("kernel", "") == kernel and infer.nodes[index]["op"] not in SUMS
+    """Equal kernels, device and torch, a row's bits the same in every batch; no name means elementwise arithmetic."""
+    places = {(g.meta.get("device"), g.meta.get("versions", {}).get("torch")) for g in (train, infer)}
+    kernel, other = infer.nodes[index].get("kernel", ""), train.nodes[image].get("kernel", "")
+    if len(places) > 1 or kernel == "" or other != kernel:
+        return len(places) == 1 and other == kernel and infer.nodes[index]["op"] not in SUMS
     return all(g.meta.get("kernels", {}).get(kernel, {}).get("row_invariant") is True for g in (train, infer))
 
 

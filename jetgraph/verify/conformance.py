@@ -27,7 +27,7 @@ def conformance(train: Forward, infer: Forward) -> list[Fault]:
 def _side(forward: Forward, side: str) -> Iterator[Fault]:
     graph = forward.graph
     scope = graph.meta.get("scope")
-    if scope is None:
+    if not scope:
         yield Fault("JG091", side, graph.name, f"the policy's scope in the {side} graph (meta 'scope')", "none")
         return
     seen: set[str] = set()

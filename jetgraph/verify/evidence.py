@@ -31,8 +31,8 @@ def _capture(side: str, graph: PrecisionGraph) -> Iterator[Fault]:
     if compiler not in TRUSTED_COMPILERS:
         yield Fault("JG092", side, graph.name, " or ".join(TRUSTED_COMPILERS), f"compiler {compiler!r}")
     replay = graph.meta.get("replay") or {}
-    if replay.get("passed") is not True:
-        got = "replay failed" if replay else "no replay"
+    if replay.get("passed") is not True or not replay.get("cases"):
+        got = "replay failed" if replay.get("cases") else "no replay"
         yield Fault("JG093", side, graph.name, "a replay that passed", got)
 
 
@@ -56,10 +56,10 @@ def _dead(side: str, forward: Forward) -> Iterator[Fault]:
 
 
 def _observables(infer: Forward) -> Iterator[Fault]:
-    """`logits`, and per attention the K and V that it reads; the empty graph proves nothing."""
+    """`logits`, `logprob`, and per attention the K and V that it reads; the empty graph proves nothing."""
     found = infer.observables
     attention = sorted(infer.nodes[i].inputs[1:] for i in infer.live if infer.nodes[i].op == "attention")
-    required = ["logits", *(f"{kv}.{i}" for i in range(max(1, len(attention))) for kv in "kv")]
+    required = ["logits", "logprob", *(f"{kv}.{i}" for i in range(max(1, len(attention))) for kv in "kv")]
     missing = [name for name in required if name not in found]
     for name in missing:
         yield Fault("JG095", "observable", name, "an output of the engine's graph", "no such output")
@@ -150,6 +150,11 @@ def bitwise(train: Forward, infer: Forward, phi: tuple[int | None, ...]) -> list
     """
     faults: list[Fault] = []
     tables = [f.graph.meta.get("kernels", {}) for f in (train, infer)]
+    places = [
+        f"{f.graph.meta.get('device')}, torch {f.graph.meta.get('versions', {}).get('torch')}" for f in (train, infer)
+    ]
+    if places[0] != places[1]:
+        faults.append(Fault("JG015", "machine", "", places[0], places[1]))
     for index in infer.live:
         node, image = infer.nodes[index], phi[index]
         if OPS[node.op].leaf or image is None:

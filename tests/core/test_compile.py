@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 import jetgraph
 from jetgraph.compiler import CompileError
 from jetgraph.graph import Role
-from jetgraph.policy import WgradSource, get_policy
+from jetgraph.policy import FP8Recipe, Policy, Rule, WgradSource, get_policy
+from jetgraph.precision import ScaleRule
 from tests.core.eager_reference import make_reference
 from tests.core.small_models import one_step, random_ids, random_model
 
@@ -137,6 +139,55 @@ def test_state_dict_and_parameters_keep_their_names():
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
 
 
+def test_a_deep_copy_runs_the_same_flow_on_its_own_weights():
+    model = jetgraph.compile(random_model(), "jet")
+    ids = random_ids(model, 1, 40)
+    logits, gradients = one_step(model, ids)
+    twin = copy.deepcopy(model)
+    assert twin.jetgraph is not model.jetgraph
+    twin_logits, twin_gradients = one_step(twin, ids)
+    assert torch.equal(logits, twin_logits)
+    assert all(torch.equal(gradients[n], twin_gradients[n]) for n in gradients)
+    with torch.no_grad():
+        twin.model.norm.weight.mul_(2)
+    assert torch.equal(one_step(model, ids)[0], logits)
+    assert not torch.equal(one_step(twin, ids)[0], logits)
+    with pytest.raises(CompileError, match="cannot be copied alone"):
+        copy.deepcopy(model.model)
+
+
+def test_many_models_sizes_and_modes_in_one_process():
+    """Dynamo counts variants per code object, which all models of a family share; its own limit is 8."""
+    for seed in range(9):
+        model = jetgraph.compile(random_model(layers=1, seed=seed), "jet" if seed % 2 else "bf16")
+        one_step(model, random_ids(model, 1, 9))
+    for batch, length in ((1, 9), (2, 9), (4, 12), (3, 33), (1, 2)):
+        one_step(model, random_ids(model, batch, length))
+    with torch.no_grad():
+        model(input_ids=random_ids(model, 1, 9))
+
+
+def test_two_recipes_in_one_block_keep_their_own_operands():
+    other = FP8Recipe(rule=ScaleRule(power_of_two=True))
+    rules = (Rule(r"re:.*k_proj", other), *get_policy("jet").train)
+    model = jetgraph.compile(random_model(), Policy("mixed", "", rules, rules))
+    one_step(model, random_ids(model, 1, 40))
+    (backend,) = set(model.jetgraph.regions.values())
+    compiled = backend.compiled[0]
+    quantised = [
+        n for g in (compiled.forward, compiled.backward) for n in g.graph.nodes if "quantize_tokens" in str(n.target)
+    ]
+    assert {n.args[-1] for n in quantised} == {True, False}
+
+
+def test_another_model_made_from_the_same_config_is_untouched():
+    model = random_model()
+    other = type(model)(model.config)
+    jetgraph.compile(model, "jet")
+    assert model.config._attn_implementation == "jetgraph"
+    assert other.config._attn_implementation == "sdpa"
+
+
 def test_clear_errors():
     with pytest.raises(ValueError, match="policy 'jett' does not exist; choose one of bf16, .*jet"):
         jetgraph.compile(random_model(), "jett")
@@ -145,6 +196,12 @@ def test_clear_errors():
     model = jetgraph.compile(random_model(), "bf16")
     with pytest.raises(CompileError, match="compiled already"):
         jetgraph.compile(model, "jet")
+    with pytest.raises(CompileError, match="lm_head, which lies outside the compiled blocks"):
+        jetgraph.compile(random_model(), Policy("all", "", (Rule("*", FP8Recipe()),), (Rule("*", FP8Recipe()),)))
+    with pytest.raises(CompileError, match=r"is torch.float32; expected torch.bfloat16 masters"):
+        jetgraph.compile(random_model().float(), "jet")
+    with pytest.raises(CompileError, match="not pickled whole"):
+        torch.save(model, io.BytesIO())
     with pytest.raises(CompileError, match="no list of equal decoder blocks"):
         jetgraph.compile(torch.nn.Linear(4, 4), "bf16", provider="stock")
     left_padded = torch.tensor([[0, 0, 1, 1]])

@@ -8,4 +8,6 @@ def refuted():
 
 
 def twin():
-    return build("train"), with_meta(build("infer"), replay={"passed": True, "cases": [], "injected": ["attention"]})
+    return build("train"), with_meta(
+        build("infer"), replay={"passed": True, "cases": ["decode"], "injected": ["attention"]}
+    )

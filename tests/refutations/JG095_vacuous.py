@@ -1,4 +1,6 @@
-"""The engine's graph does not observe V of layer 1; valid when it does (and may leave the logprob out)."""
+"""The engine's graph does not observe V of layer 1; valid when it does (training may observe more: hidden states)."""
+
+import dataclasses
 
 from tests.verify.toy_transformer import build
 
@@ -9,5 +11,6 @@ def refuted():
 
 
 def twin():
-    infer = build("infer")
-    return build("train"), infer.restrict({k: i for k, i in infer.outputs.items() if k != "logprob"})
+    train = build("train")
+    more = {**train.outputs, "hidden": train.outputs["logits"]}
+    return dataclasses.replace(train, outputs=more), build("infer")
