@@ -310,7 +310,8 @@ class _EngineLifter:
             "mul", [number, Value(frequency.term, frequency.atoms, ((), frequency.dims[0]))], Format.F32
         )
         fmt = {torch.bfloat16: Format.BF16, torch.float32: Format.F32}[live.dtype]
-        halves = [layouts.pointwise(f, [angle], fmt) for f in ("cos", "sin")]
+        # torch filled the table; that its rows are these very bits is checked below, on every position
+        halves = [layouts.pointwise(f, [angle], fmt, kernel=f"aten::{f}") for f in ("cos", "sin")]
         rows = layouts.cat(halves, 1)
         if table.fqn not in self.tables:
             every = torch.arange(live.shape[0])
