@@ -268,7 +268,7 @@ def test_linear_time_also_when_all_is_wrong() -> None:
     wrong = apply(apply(infer, eps), MUTATIONS["rotary products not rounded"].edit)
     start = time.perf_counter()
     assert len(find(Forward(train), Forward(wrong)).faults) == 36 * 10 + 1
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 15  # 0.2 s alone; a quadratic scan takes minutes
 
 
 def test_rewrite_without_change_is_the_identity() -> None:
