@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import jetgraph
-from jetgraph.graph import GraphError, Phase, PrecisionGraph, Role
+from jetgraph.graph import GraphError, Node, Phase, PrecisionGraph, Role
 from jetgraph.interpret import InterpretError, interpret
+from jetgraph.lift import Lifter
+from jetgraph.normal_form import TermBuilder
 from jetgraph.ops import OPS
+from jetgraph.precision import BF16
+from jetgraph.record import Op, Ref, TensorSpec
 from jetgraph.trainer import capture_step
 from tests.core.small_models import random_ids, random_model
 
@@ -114,8 +118,6 @@ def test_the_digest_ignores_where_it_ran_and_sees_what_it_means(captured):
 
 
 def test_networkx_keeps_both_edges_of_a_square():  # [N13, V8]
-    from jetgraph.normal_form import TermBuilder
-
     builder = TermBuilder()
     x = builder.parameter("w", (4,))
     square = builder.graph("g", {"out": builder.pointwise("mul", (x, x))}, {}).to_networkx()
@@ -123,12 +125,6 @@ def test_networkx_keeps_both_edges_of_a_square():  # [N13, V8]
 
 
 def test_unknown_operators_are_named():
-    from jetgraph.graph import Node
-    from jetgraph.lift import Lifter
-    from jetgraph.lift_all import jetgraph as _registered  # noqa: F401
-    from jetgraph.normal_form import TermBuilder
-    from jetgraph.record import Op, Ref, TensorSpec
-
     spec = TensorSpec((1, 7, 4), "bfloat16")
     ops = [
         Op("x", "placeholder", "x", value=spec),
@@ -147,9 +143,6 @@ def test_unknown_operators_are_named():
     assert lifter.unknown == ["aten.erfinv.default at y"]
     with pytest.raises(InterpretError, match="aten.erfinv.default"):
         interpret(builder.graph("g", {"out": value.term}, {}), {"x": torch.zeros(7, 4)})
-
-
-from jetgraph.precision import BF16  # noqa: E402
 
 
 @pytest.mark.parametrize(
