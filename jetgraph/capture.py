@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from jetgraph.fx_record import record_argument, record_value
 from jetgraph.passes.edit import mark_forward
-from jetgraph.record import Op, Ref, Symbol, TensorSpec
+from jetgraph.record import Op, Ref, TensorSpec
 
 Pass = Callable[[GraphModule], None]
 
@@ -346,6 +346,3 @@ def _mark_sizes_dynamic(args: Any, kwargs: Any) -> None:
             for dim in (0, 1):
                 if leaf.shape[dim] > 1:
                     torch._dynamo.maybe_mark_dynamic(leaf, dim)
-
-
-__all__ = ["Backend", "CompiledRegion", "Recorder", "RegionCall", "Step", "Symbol", "recording", "run_region"]

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 import jetgraph.lowering.torch_ops  # noqa: F401  (registers torch.ops.jetgraph)
-from jetgraph.capture import Backend, CompiledRegion, run_region
+from jetgraph.capture import Backend, run_region
 from jetgraph.graph import Role
 from jetgraph.passes.quantize_linears import LoweredGemm, quantize_linears
 from jetgraph.passes.row_invariant_gemms import make_gemms_row_invariant
@@ -232,6 +232,3 @@ def _first_names(regions: dict[str, Backend]) -> dict[str, Backend]:
         if backend not in first.values():
             first[name] = backend
     return first
-
-
-__all__ = ["CompileError", "Compiled", "CompiledRegion", "compile", "find_regions"]

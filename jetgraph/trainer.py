@@ -17,18 +17,18 @@ import transformers
 from torch import Tensor
 
 import jetgraph.lift_all  # noqa: F401  (registers the handlers)
-from jetgraph.capture import Recorder, RegionCall, Step, recording
+from jetgraph.capture import RegionCall, Step, recording
 from jetgraph.compiler import Compiled
 from jetgraph.digest import tensor_digest
 from jetgraph.fx_record import record_graph
-from jetgraph.graph import Node, Phase, PrecisionGraph, Role
+from jetgraph.graph import Node, Phase, PrecisionGraph
 from jetgraph.layout import Value
-from jetgraph.lift import Frame, Lifter, Zeros
+from jetgraph.lift import Frame, Lifter
 from jetgraph.lowering import reference
 from jetgraph.lowering.torch_ops import scale_arguments
-from jetgraph.normal_form import Provenance, TermBuilder
+from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import F32
-from jetgraph.record import Op, evaluate_size
+from jetgraph.record import Op, Ref, evaluate_size
 
 CAPTURE_LENGTH = 53
 """Tokens in a capture: a number no tensor dimension of a model has, so that sizes tell the token axis apart."""
@@ -113,12 +113,11 @@ class _StepLifter:
         self.recorded: dict[int, list[Op]] = {}
         kinds = ("forward", "backward", "inference")
         self.lifter = Lifter(self.builder, num_tokens, {f"region.{kind}": self._region for kind in kinds})
-        self.lifter.handlers |= {f"region.{kind}": self._region for kind in kinds}
         self.tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
     def run(self) -> dict[str, int]:
         """Terms of the step's results by name."""
-        output = Op("output", "output", "output", (tuple(map(_ref, self.step.results.values())),))
+        output = Op("output", "output", "output", (tuple(map(Ref, self.step.results.values())),))
         ops = [*self.step.ops, output]
         bound = {op.name: self._leaf(op) for op in self.step.ops if op.kind == "placeholder"}
         env = self.lifter.run(ops, bound)
@@ -159,12 +158,6 @@ class _StepLifter:
             sizes=lambda size: evaluate_size(size, call.sizes),
         )
         return lifter.outputs(ops, env)
-
-
-def _ref(name: str) -> Any:
-    from jetgraph.record import Ref
-
-    return Ref(name)
 
 
 def lift_step(step: Step, compiled: Compiled, num_tokens: int) -> PrecisionGraph:
@@ -239,6 +232,3 @@ def weight_operands(graph: PrecisionGraph, tensors: dict[str, Tensor]) -> dict[s
         codes, scales = reference.quantize(tensors[name].detach(), *scale_arguments(scale))
         operands[name] = {"precision": str(node.type.precision), "digest": tensor_digest(codes, scales)}
     return dict(sorted(operands.items()))
-
-
-__all__ = ["CapturedStep", "Provenance", "Recorder", "Role", "Zeros", "capture_step", "lift_step", "token_logprobs"]

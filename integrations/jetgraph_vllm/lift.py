@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import platform
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from jetgraph.lift_model import attention, attention_attrs
 from jetgraph.lowering import reference
 from jetgraph.normal_form import TermBuilder
 from jetgraph.policy import get_policy
-from jetgraph.precision import BF16, F32, Format, Precision
+from jetgraph.precision import BF16, Format, Precision
 from jetgraph.record import Op, evaluate_size
 from jetgraph_vllm.capture_format import CapturedGraph, EngineCapture, GraphInput, LinearPart
 
@@ -414,13 +413,3 @@ def x_features(shape: tuple[int, ...]) -> int:
     for size in shape[1:]:
         features *= size
     return features
-
-
-def lift_file(capture: str | Path, out: str | Path) -> PrecisionGraph:
-    """Lift a saved capture and write its graph."""
-    graph = lift_engine(EngineCapture.load(capture)).graph
-    graph.save(out)
-    return graph
-
-
-__all__ = ["F32", "LiftedEngine", "lift_engine", "lift_file"]
