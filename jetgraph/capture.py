@@ -1,33 +1,22 @@
-"""Where torch hands us a block: the torch.compile backend, and the recorder of what one step really executes.
+"""The recorder of what one live step really executes.
 
-`Backend` receives a block from Dynamo, lets AOTAutograd derive the joint forward+backward graph, runs the passes on it
-and returns plain FX code.  One `Backend` serves all blocks that make the same decisions, so equal layers compile once.
-
-`Recorder` observes one live step: a dispatch trace of everything outside the compiled regions, with each region call as
-one step in it.  The regions' graphs are the very modules that execute.  Nothing is typed by hand.
+`Recorder` observes a step: a dispatch trace of everything outside the compiled regions, with each region call as one
+step in it.  The regions' graphs are the very modules that execute.  Nothing is typed by hand.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import default_partition
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetgraph.fx_record import record_argument, record_value
-from jetgraph.passes.edit import mark_forward
 from jetgraph.record import Op, Ref, TensorSpec
-
-Pass = Callable[[GraphModule], None]
 
 
 @dataclass
@@ -40,77 +29,6 @@ class CompiledRegion:
     num_outputs: int = 0
     seconds: float = 0.0
     lowered: list = field(default_factory=list)
-
-
-class Backend:
-    """A torch.compile backend that runs ``passes`` on joint graphs and executes the partitioned result as FX code.
-
-    Private torch API used (same in 2.11–2.13): aot_autograd(partition_fn=…), default_partition, fx_graph_cse,
-    node.meta["partitioner_tag"], node.meta["desc"].
-    """
-
-    __name__ = "jetgraph"
-
-    def __init__(self, name: str, lower: Callable[[GraphModule], list]) -> None:
-        self.name = name
-        self.lower = lower
-        self.compiled: list[CompiledRegion] = []
-
-    @property
-    def last_trained(self) -> CompiledRegion | None:
-        """The newest variant that has a backward."""
-        return next((c for c in reversed(self.compiled) if c.backward is not None), None)
-
-    def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        start = time.perf_counter()
-        region = CompiledRegion()
-        self.compiled.append(region)
-
-        def partition(joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple:
-            joint.graph.eliminate_dead_code()
-            joint.graph = fx_graph_cse(joint.graph)
-            region.lowered = self.lower(joint)
-            region.num_outputs = num_fwd_outputs
-            return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
-
-        def forward(graph: GraphModule, _inputs: Any) -> Callable:
-            region.forward = graph
-            return make_boxed_func(_observed(region, "forward", graph))
-
-        def backward(graph: GraphModule, _inputs: Any) -> Callable:
-            region.backward = graph
-            return make_boxed_func(_observed(region, "backward", graph))
-
-        def inference(graph: GraphModule, _inputs: Any) -> Callable:
-            mark_forward(graph.graph)
-            graph.graph = fx_graph_cse(graph.graph)
-            region.lowered = self.lower(graph)
-            region.inference = graph
-            return make_boxed_func(_observed(region, "inference", graph))
-
-        compiled = aot_autograd(
-            fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
-        )(module, example_inputs)
-        region.seconds = time.perf_counter() - start
-        return compiled
-
-
-def _observed(region: CompiledRegion, kind: str, graph: GraphModule) -> Callable:
-    """Run the FX code; when a `Recorder` is active, tell it what went in and came out."""
-
-    def run(*args: Any) -> Any:
-        recorder = Recorder.active
-        if recorder is None:
-            return graph.forward(*args)
-        with _disable_current_modes():
-            out = graph.forward(*args)
-        recorder.region_call(region, kind, args, out)
-        return out
-
-    return run
-
-
-# -------------------------------------------------------------------------------------------------------- recording
 
 
 @dataclass(frozen=True)
@@ -155,8 +73,9 @@ class Recorder(TorchDispatchMode):
         self.step = Step()
         self.module_name = ""
         self.in_backward = False
-        self._keep: list[torch.Tensor] = []
+        self._held: list[tuple[str, torch.Tensor]] = []
         self._names: dict[tuple, str] = {}
+        self._overwritten: set[str] = set()
         self._stack: list[tuple[str, tuple]] = []
         for name, tensor in [*model.named_buffers(), *model.named_parameters(), *inputs.items()]:
             self._leaf(tensor, name)
@@ -213,6 +132,7 @@ class Recorder(TorchDispatchMode):
                     self._bind(item, part)
         for tensor in written:
             storage = tensor.untyped_storage().data_ptr()
+            self._overwritten |= {n for n, t in self._held if t.untyped_storage().data_ptr() == storage}
             for key in [k for k in self._names if k[0] == storage]:
                 self._names[key] = f"stale_{self._names[key]}"
         if len(written) == 1:
@@ -229,7 +149,8 @@ class Recorder(TorchDispatchMode):
         return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
     def _bind(self, tensor: torch.Tensor, name: str) -> None:
-        self._keep.append(tensor)
+        self._held.append((name, tensor))
+        self._overwritten.discard(name)
         self._names[self._key(tensor)] = name
 
     def _leaf(self, tensor: torch.Tensor, name: str) -> None:
@@ -247,6 +168,10 @@ class Recorder(TorchDispatchMode):
             else:
                 self._leaf(tensor, name)
         return name
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """Every recorded tensor that still holds what was recorded, by the name of what made it."""
+        return {name: tensor for name, tensor in self._held if name not in self._overwritten}
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -312,37 +237,3 @@ def _inside_compiled(model: torch.nn.Module, name: str) -> bool:
         getattr(model.get_submodule(".".join(parts[:i])), "_compiled_call_impl", None) is not None
         for i in range(1, len(parts))
     )
-
-
-def run_region(name: str, compiled: Callable) -> Callable:
-    """What a region's `_compiled_call_impl` becomes: Dynamo never sees the recorder's dispatch mode.
-
-    Batch and sequence axes are marked dynamic on the way in, so one compile serves every size above 1.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        recorder = Recorder.active
-        _mark_sizes_dynamic(args, kwargs)
-        if recorder is None:
-            return compiled(*args, **kwargs)
-        recorder.module_name = name
-        with _disable_current_modes():
-            return compiled(*args, **kwargs)
-
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=1024):
-            return call(*args, **kwargs)
-
-    return limited
-
-
-RECOMPILE_LIMIT = 64
-"""Dynamo counts variants per code object, and all blocks of all models of a family share one; its default is 8."""
-
-
-def _mark_sizes_dynamic(args: Any, kwargs: Any) -> None:
-    for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2:
-            for dim in (0, 1):
-                if leaf.shape[dim] > 1:
-                    torch._dynamo.maybe_mark_dynamic(leaf, dim)

@@ -28,7 +28,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 Model = Annotated[Path, typer.Argument(help="a BF16 Hugging Face model folder")]
 Graph = Annotated[Path, typer.Argument(help="a graph file (JSON)")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="where to write")]
-PolicyName = Annotated[str, typer.Option("--policy", "-p", help="jet, bf16, bf16_train_fp8_rollout")]
+PolicyName = Annotated[str, typer.Option("--policy", "-p", help="a policy's name (such as jet, bf16) or .json file")]
 Provider = Annotated[str, typer.Option(help="reference (exact, row-invariant) or stock (torch's own kernels)")]
 
 
@@ -91,6 +91,8 @@ def compile_(model: Model, policy: PolicyName = "jet", provider: Provider = "ref
             saved.add_row(tensor.made_by, tensor.dtype, size, "; ".join(tensor.consumers))
         out.print(lowered)
         out.print(saved)
+        report = compiled.coverage().require()
+        out.print(f"coverage: all {len(report.rows)} linears ran as declared")
 
 
 @app.command()
@@ -158,12 +160,17 @@ def verify(
     stock: Annotated[bool, typer.Option(help="judge the engine as it is, against torch's own kernels")] = False,
     certificate: Annotated[Path | None, typer.Option("--certificate", "-o", help="write the certificate here")] = None,
     work: Annotated[Path, typer.Option(help="with a model folder: where graphs and checkpoints go")] = Path("out"),
-    json: Annotated[bool, typer.Option("--json", help="the report for machines")] = False,
+    json: Annotated[bool, typer.Option("--json", help="the same as --output-format json")] = False,
+    output_format: Annotated[str, typer.Option(help="full, concise, json, sarif, junit or github")] = "full",
+    output_file: Annotated[Path | None, typer.Option(help="write the report here instead of to stdout")] = None,
+    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="exit 0 whatever the verdict is")] = False,
 ) -> None:
     """Is the rollout's graph contained in training's forward?  A certificate, or every root fault."""
     from jetgraph.pair import verify_files, verify_model
+    from jetgraph.verify.formats import Files, deliver, require_format
 
     with errors_in_one_sentence():
+        output_format = require_format("json" if json else output_format)
         if train.is_dir():
             if infer is not None:
                 raise ValueError("give either a model folder or two graph files")
@@ -176,15 +183,23 @@ def verify(
         if certificate is not None and result.certificate is not None:
             result.certificate.save(certificate)
             say(f"certificate: {certificate}")
-    out.print(result.to_json() if json else result.text(), markup=False)
-    raise typer.Exit(result.exit_status)
+        files = Files(str(train), str(infer)) if infer else Files(str(work / "train.json"), str(work / "infer.json"))
+        deliver(result, output_format, files, output_file)
+    raise typer.Exit(0 if exit_zero else result.exit_status)
 
 
 @app.command()
 def check(certificate: Path, train: Graph, infer: Graph) -> None:
-    """Re-validate a certificate against the two graph files, with the standard library alone."""
+    """Re-validate a certificate against the two graph files, with the standard library alone.
+
+    Exit status 0 accepted, 1 refused, 2 unreadable.
+    """
+    from jetgraph import bounded_json
     from jetgraph.verify.checker import main
 
+    with errors_in_one_sentence():
+        for path in (certificate, train, infer):
+            bounded_json.read_bytes(path)
     raise typer.Exit(main([str(certificate), str(train), str(infer)]))
 
 
@@ -201,6 +216,35 @@ def show(
     with errors_in_one_sentence():
         other = PrecisionGraph.load(infer) if infer else None
         out.print(str(write_page(output, PrecisionGraph.load(train), other)), markup=False)
+
+
+policy_app = typer.Typer(no_args_is_help=True, help="What a policy says, alone or about a model.")
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command("show")
+def policy_show(
+    policy: Annotated[str, typer.Argument(help="a policy by name, or the path of a .json file")],
+    model: Annotated[Path | None, typer.Option(help="a model folder or config.json: show every linear of it")] = None,
+    json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Show a policy's rules and recipes; with a model, every linear and the rule that decides it.
+
+    Exit status 2 if the policy does not fit the model.
+    """
+    from jetgraph.model_linears import linears_of_config
+    from jetgraph.policy import PolicyError, get_policy
+    from jetgraph.policy_show import as_json, misfit, view
+
+    with errors_in_one_sentence():
+        chosen = get_policy(policy)
+        linears = None if model is None else linears_of_config(model)
+        if json:
+            out.print(dumps(as_json(chosen, linears), indent=2, ensure_ascii=False), markup=False)
+        else:
+            out.print(view(chosen, linears), soft_wrap=False)
+        if linears is not None and (fault := misfit(chosen, linears)):
+            raise PolicyError(fault)
 
 
 @app.command()
@@ -222,6 +266,30 @@ def diverge(
         m = report.mismatch
         out.print(f"{m.num_tokens} tokens: mean |Δlogprob| {m.mean:.3g}, max {m.max:.3g}, exactly 0 on "
                   f"{m.num_exact} ({m.fraction_exact:.1%}), k3 {m.k3:.3g}", markup=False)  # fmt: skip
+
+
+@app.command()
+def attest(
+    engine: Annotated[str | None, typer.Option(help="attest this engine's operators instead of the trainer's")] = None,
+    json: Annotated[Path | None, typer.Option(help="also write everything, with the definitions tried, here")] = None,
+) -> None:
+    """Hold operators against their definitions on this machine.
+
+    Exit status 0 all hold, 1 one does not, 2 error, 3 something was not run.
+    """
+    with errors_in_one_sentence():
+        if engine is None:
+            from jetgraph.attest.trainer import attest_trainer
+
+            found = attest_trainer()
+        else:
+            from jetgraph.engines import get_engine
+
+            found = get_engine(engine).attest(say=say)
+        if json is not None:
+            found.save(json)
+        out.print(found.text(), markup=False)
+    raise typer.Exit(found.exit_status)
 
 
 @app.command()

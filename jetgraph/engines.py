@@ -6,15 +6,52 @@ trainer and engine share nothing but files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
+from jetgraph.attest import Attestation
+from jetgraph.policy import Policy, PolicyError
 from jetgraph.scoring import Rollout
 
 GROUP = "jetgraph.engines"
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Linears of one module that every engine runs as one: they quantise their input once and have one precision."""
+
+
+def check_merged(policy: Policy, names: Iterable[str]) -> None:
+    """Linears that an engine merges need one precision in the rollout; ``names`` are the FQNs of all linears.
+
+    Raises:
+        PolicyError: some are mixed.  Names each merged module, and the precision and rule of each of its parts.
+    """
+    known = set(names)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    faults = [
+        f"{parent}.{merged}".removeprefix(".") + ": " + ", ".join(f"{part} {text}" for part, text in parts.items())
+        for parent in parents
+        for merged, leaves in MERGED.items()
+        if (parts := _mixed(policy, parent, [leaf for leaf in leaves if f"{parent}.{leaf}".removeprefix(".") in known]))
+    ]
+    if faults:
+        raise PolicyError(
+            f"policy {policy.name!r}: an engine runs these as one module, so their parts need one precision: "
+            + "; ".join(faults)
+        )
+
+
+def _mixed(policy: Policy, parent: str, leaves: Sequence[str]) -> dict[str, str]:
+    """Part → precision and rule, if the parts' precisions differ."""
+    parts = {leaf: policy.linear(f"{parent}.{leaf}".removeprefix("."), rollout=True) for leaf in leaves}
+    if len({(p.activation, p.weight) for p in parts.values()}) <= 1:
+        return {}
+    brief = len({p.weight.short() for p in parts.values()}) == len({p.weight for p in parts.values()})
+    return {
+        leaf: f"{p.weight.short() if brief else p.weight} (by {p.reason.partition(': ')[2]})"
+        for leaf, p in parts.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -57,6 +94,10 @@ class RolloutEngine(Protocol):
         say: Callable[[str], None] = print,
     ) -> EngineRun:
         """Start the engine on ``model_dir``, write the graph it executes to ``graph``, generate ``plans``, stop."""
+        ...
+
+    def attest(self, *, say: Callable[[str], None] = print) -> Attestation:
+        """Hold the engine's operators against their definitions, on this machine and in the engine's own process."""
         ...
 
 

@@ -2,15 +2,18 @@
 
     export_checkpoint("SmolLM2-135M-Instruct", "out", policy="jet")
 
+The folder's tensors are matched to the model's linears by name, and a linear that the policy quantises but the folder
+does not have is an error: nothing is FP8 in training and BF16 in the rollout because of a prefix.
+
 The codes come from `torch.ops.jetgraph.quantize`, the operator that training runs, so the engine's weights are
 training's quantised weights bit for bit.  The folder is also what vLLM and transformers know as block FP8
-(``weight_scale_inv`` holds the dequantising scale), with one more entry, ``quantization_config["jetgraph"]``.
+(``weight_scale_inv`` holds the dequantising scale), with one more entry, ``quantization_config["jetgraph"]``: the two
+precisions and the whole policy.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from jetgraph.engines import check_merged
 from jetgraph.lowering import torch_ops
-from jetgraph.policy import LinearPrecision, Policy, get_policy
-from jetgraph.precision import BF16
-
-_NOT_LINEAR = re.compile(r".*(embed|norm).*")
+from jetgraph.model_linears import ModelLinears, linears_of_config
+from jetgraph.policy import LinearPrecision, Policy, PolicyError, check_matches, get_policy, nearest
+from jetgraph.precision import BF16, Granularity
 
 
 def export_checkpoint(
@@ -37,8 +40,11 @@ def export_checkpoint(
         ops: ``exact`` asks the plugin for the trainer's operators (norm, rotary, activation, attention, head).
 
     Raises:
-        ValueError: the folder has no safetensors, is quantised already, has a weight that is not BF16, or the policy
-            wants more than one FP8 recipe (the checkpoint format declares one).
+        ValueError: the folder is no causal LM's, has no safetensors, is quantised already, or has a weight to quantise
+            that is not BF16.
+        PolicyError: the policy does not fit the model or what engines can load: a rule decides nothing, a linear to
+            quantise is not in the folder under its name, parts of a merged module differ, the head is quantised, or
+            there is more than one FP8 recipe (the checkpoint format declares one).
     """
     chosen = get_policy(policy)
     source, target = Path(model_dir), Path(out_dir)
@@ -47,17 +53,21 @@ def export_checkpoint(
         raise ValueError(f"{source} is already quantised: export from the bf16 folder")
     if target.resolve() == source.resolve():
         raise ValueError(f"exporting {source} onto itself would destroy the BF16 masters: choose another folder")
+    linears = rollout_linears(chosen, linears_of_config(source))
+    config["quantization_config"] = declare(chosen, ops, linears)
     tensors: dict[str, Tensor] = {}
-    linears: dict[str, LinearPrecision] = {}
     for name, value in read_tensors(source):
         module, _, leaf = name.rpartition(".")
-        precision = chosen.linear(module, rollout=True)
-        if leaf != "weight" or value.ndim != 2 or _NOT_LINEAR.fullmatch(module):
-            tensors[name] = value.contiguous()
-            continue
-        linears[module] = precision
-        tensors |= export_linear(name, value, precision)
-    config["quantization_config"] = declare(chosen, ops, linears)
+        if leaf == "weight" and module in linears:
+            tensors |= export_linear(name, value, linears[module])
+        else:
+            tensors |= export_linear(name, value, LinearPrecision())
+    missing = [f"{name}.weight" for name, p in linears.items() if p.quantized and f"{name}.weight" not in tensors]
+    if missing:
+        raise PolicyError(
+            f"policy {chosen.name!r} quantises {missing[0]} ({len(missing)} such), which {source} does not have under "
+            f"that name; nearest: {', '.join(nearest(missing[0], list(tensors)))}"
+        )
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -65,15 +75,35 @@ def export_checkpoint(
     return target
 
 
+def rollout_linears(policy: Policy, model: ModelLinears) -> dict[str, LinearPrecision]:
+    """Every linear of the model and what the rollout of ``policy`` makes of it.
+
+    Raises:
+        PolicyError: see `export_checkpoint`.
+    """
+    check_matches(policy, model.shapes)
+    check_merged(policy, model.shapes)
+    linears = {name: policy.linear(name, rollout=True) for name in model.shapes}
+    if model.head is not None and linears[model.head].quantized:
+        raise PolicyError(f"policy {policy.name!r} quantises {model.head}, the output head: engines keep it in BF16")
+    return linears
+
+
 def declare(policy: Policy, ops: str, linears: dict[str, LinearPrecision]) -> dict[str, Any]:
     """The ``quantization_config`` that says what the folder holds and how the engine is to compute."""
     recipes = {(p.activation, p.weight) for p in linears.values() if p.quantized}
     if len(recipes) > 1:
-        raise ValueError(f"policy {policy.name!r} has {len(recipes)} FP8 recipes; a checkpoint declares one")
+        raise PolicyError(f"policy {policy.name!r} has {len(recipes)} FP8 recipes; a checkpoint declares one")
     activation, weight = recipes.pop() if recipes else (BF16, BF16)
-    own = {"policy": policy.name, "ops": ops, "activation": str(activation), "weight": str(weight)}
-    if weight.scale is None:
-        return {"quant_method": "jetgraph", "jetgraph": own}
+    own = {
+        "policy": policy.name,
+        "ops": ops,
+        "activation": str(activation),
+        "weight": str(weight),
+        "rules": policy.to_plain(),
+    }
+    if weight.scale is None or weight.scale.granularity == Granularity.per_tensor():
+        return {"quant_method": "jetgraph", "jetgraph": own}  # no other reader must take it for block FP8
     block = weight.scale.granularity
     kept = [name for name, p in linears.items() if not p.quantized]
     return {
@@ -85,8 +115,21 @@ def declare(policy: Policy, ops: str, linears: dict[str, LinearPrecision]) -> di
     }
 
 
+def declared_policy(declaration: dict[str, Any]) -> Policy:
+    """The policy that an exported folder's ``quantization_config["jetgraph"]`` was written for.
+
+    Raises:
+        ValueError: it holds none, or one that cannot be read.
+    """
+    if "rules" in declaration:
+        return Policy.from_plain(declaration["rules"])
+    return get_policy(declaration.get("policy", "bf16"))
+
+
 def export_linear(name: str, value: Tensor, precision: LinearPrecision) -> dict[str, Tensor]:
-    """A linear's weight, or its codes and scales."""
+    """A tensor as it is, or a linear's weight as codes and scales."""
+    if value.dtype.itemsize == 1 and value.is_floating_point():
+        raise ValueError(f"{name} is {value.dtype} already: export from the bf16 folder")
     if precision.weight.scale is None:
         return {name: value.contiguous()}
     if value.dtype != torch.bfloat16:

@@ -85,9 +85,24 @@ def target_name(target: Any) -> str:
 
 
 def module_fqn(node: torch.fx.Node) -> str:
-    """FQN, relative to the compiled module, of the module whose forward (or whose gradient) this node is part of."""
+    """FQN, from ``L['self']`` on, of the module whose forward (or whose gradient) this node is part of."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return list(stack.values())[-1][0] if stack else ""
+    return _dotted(list(stack.values())[-1][0]) if stack else ""
+
+
+def relative_fqn(fqn: str) -> str:
+    """``L['self'].mlp.up_proj`` → ``mlp.up_proj``."""
+    return fqn.removeprefix("L['self']").removeprefix(".")
+
+
+def _dotted(fqn: str) -> str:
+    """``getattr(L['self'].layers, '0').mlp``, as an exported module has it → ``L['self'].layers.0.mlp``."""
+    while (match := _GETATTR.search(fqn)) is not None:
+        fqn = f"{fqn[: match.start()]}{match[1]}.{match[2]}{fqn[match.end() :]}"
+    return fqn
+
+
+_GETATTR = re.compile(r"getattr\(((?:(?!getattr\().)*?), '([^']*)'\)")
 
 
 def source_line(stack_trace: str | None) -> str:

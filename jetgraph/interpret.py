@@ -9,6 +9,7 @@ a sum's order is a kernel's own business, the node's `kernel` says which one ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetgraph.batch import ONE_SEQUENCE, Batch
 from jetgraph.graph import Node, PrecisionGraph
+from jetgraph.interpret_attention import attention, attention_backward
 from jetgraph.lowering import reference
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.precision import Format
@@ -27,6 +30,21 @@ class Quantized(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+
+class Product(NamedTuple):
+    """BF16 operands of a GEMM whose kernel rounds only after it has added a bias, if one is added: so it waits."""
+
+    a: Tensor
+    b: Tensor
+    kernel: str
+
+    def rounded(self, bias: Tensor | None = None) -> Tensor:
+        """FP32 numbers a @ b.T (+ bias [N]), rounded once to BF16."""
+        if self.kernel == "jetgraph::row_tile_gemm":
+            return reference.row_tile_gemm(self.a, self.b, bias).float()
+        out = torch.mm(self.a, self.b.t()) if bias is None else torch.addmm(bias, self.a, self.b.t())
+        return out.float()
 
 
 Attend = Callable[[Node, int, Tensor, Tensor, Tensor], Tensor]
@@ -45,11 +63,13 @@ def interpret(
     *,
     outputs: Iterable[str] | None = None,
     attend: Attend | None = None,
+    batch: Batch = ONE_SEQUENCE,
 ) -> dict[str, Tensor]:
-    """Values of ``outputs`` (default: all).  ``leaves`` holds inputs ([T] or [1, T]), parameters and buffers by name; a
+    """Values of ``outputs`` (default: all).  ``leaves`` holds inputs ([T] or [B, S]), parameters and buffers by name; a
     parameter that only exists quantised (in an engine) is given as `Quantized`.
 
-    ``attend`` replaces attention, for runs with a KV cache; the default treats all tokens as one causal sequence.
+    ``batch`` says which tokens make a sequence; by default all do.  ``attend`` replaces attention, for runs with a KV
+    cache.
 
     Raises:
         InterpretError: an `unknown` or `poison` node is reached, or a leaf is missing.
@@ -57,7 +77,7 @@ def interpret(
     wanted = {name: graph.outputs[name] for name in (graph.outputs if outputs is None else outputs)}
     graph = graph.restrict(wanted)
     last_use = _last_uses(graph)
-    run = _Run(graph, leaves, attend or whole_sequence)
+    run = _Run(graph, leaves, attend, batch)
     for index, node in enumerate(graph.nodes):
         run.values[index] = run.evaluate(index, node)
         for i in node.inputs:
@@ -71,26 +91,14 @@ def _last_uses(graph: PrecisionGraph) -> dict[int, int]:
     return last | dict.fromkeys(graph.outputs.values(), len(graph.nodes))
 
 
-def whole_sequence(node: Node, _index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All tokens are one sequence."""
-    return attention(node, q, k, v)
-
-
-def attention(node: Node, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The node's attention, by the kernel that ran, of the last queries of one sequence."""
-    heads, scale = _attention_heads(node, q, k, v)
-    if node.kernel == "jetgraph::attention":
-        return reference.attention(*heads, scale)[0].flatten(1)
-    out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads, 0.0, node.attr("mask") == "causal", scale=scale
-    )[0]
-    return out[0].transpose(0, 1).flatten(1)
-
-
-def _attention_heads(node: Node, *tensors: Tensor) -> tuple[list[Tensor], float]:
-    dim = int(node.attr("head_dim"))  # type: ignore[arg-type]
-    heads = [t.to(torch.bfloat16).unflatten(-1, (-1, dim)).transpose(0, 1)[None] for t in tensors]
-    return heads, float(node.attr("scale"))  # type: ignore[arg-type]
+def _columns(x: Tensor | Quantized, parts: int) -> list[Any]:
+    """Equal runs of K, with their own scales; a run that cuts a scale's block has no meaning and is an error."""
+    blocks = x.scales if isinstance(x, Quantized) else x
+    if blocks.shape[1] % parts:
+        raise InterpretError(f"{blocks.shape[1]} blocks along K cannot be cut in {parts} equal runs")
+    if isinstance(x, Quantized):
+        return [Quantized(*pair) for pair in zip(x.codes.chunk(parts, 1), x.scales.chunk(parts, 1), strict=True)]
+    return list(x.chunk(parts, 1))
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -99,6 +107,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "cos": torch.cos,
     "sin": torch.sin,
     "silu": F.silu,
+    "tanh": torch.tanh,
     "int_to_float": lambda x: x,
     "sq": lambda x: x.pow(2),
 }
@@ -111,14 +120,29 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _plus_bias(node: Node, *inputs: Tensor | Product) -> Tensor:
+    """The sum that a kernel makes before it rounds."""
+    products = [x for x in inputs if isinstance(x, Product)]
+    rows = [x for x in inputs if isinstance(x, Tensor)]
+    if len(products) != 1 or rows[0].shape[0] != 1:
+        raise InterpretError(f"add of {node.fqn}: a product that its kernel does not round is added to no bias")
+    return products[0].rounded(rows[0][0])
+
+
 class _Run:
-    def __init__(self, graph: PrecisionGraph, leaves: Mapping[str, Tensor | Quantized], attend: Attend) -> None:
-        self.graph, self.leaves, self.attend = graph, leaves, attend
+    def __init__(
+        self, graph: PrecisionGraph, leaves: Mapping[str, Tensor | Quantized], attend: Attend | None, batch: Batch
+    ) -> None:
+        self.graph, self.leaves, self.attend, self.batch = graph, leaves, attend, batch
         self.values: dict[int, Any] = {}
         self.num_attentions = 0
 
     def evaluate(self, index: int, node: Node) -> Any:
         inputs = [self.values[i] for i in node.inputs]
+        if any(isinstance(x, Product) for x in inputs):
+            if node.op == "add":
+                return _plus_bias(node, *inputs)
+            inputs = [x.rounded() if isinstance(x, Product) else x for x in inputs]
         if node.op in _UNARY:
             return _UNARY[node.op](inputs[0].float())
         if node.op in _BINARY:
@@ -157,6 +181,23 @@ class _Run:
 
     def _pow(self, node: Node, x: Tensor) -> Tensor:
         return x.float().pow(node.attr("exponent"))
+
+    def _gelu(self, node: Node, x: Tensor) -> Tensor:
+        return F.gelu(x.float(), approximate=str(node.attr("approximate")))
+
+    def _gelu_backward(self, node: Node, grad: Tensor, x: Tensor) -> Tensor:
+        return torch.ops.aten.gelu_backward(grad, x, approximate=str(node.attr("approximate"))).float()
+
+    def _layer_norm(self, node: Node, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return self._native_layer_norm(node, x, weight, bias)[0].float()
+
+    def _layer_norm_backward(self, node: Node, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        _, mean, rstd = self._native_layer_norm(node, x, weight, weight)
+        arguments = (grad, x, [x.shape[-1]], mean, rstd, weight[0], weight[0], [True, True, True])
+        return torch.ops.aten.native_layer_norm_backward(*arguments)
+
+    def _native_layer_norm(self, node: Node, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight[0], bias[0], float(node.attr("eps")))  # type: ignore[arg-type]
 
     def _broadcast(self, node: Node, x: Tensor) -> Tensor:
         sizes, present = node.attr("sizes"), node.attr("present")
@@ -198,9 +239,11 @@ class _Run:
 
     def _sum(self, node: Node, x: Tensor, tokens: bool = False) -> Tensor:
         sizes, reduced = node.attr("sizes"), node.attr("reduced")
-        shaped = (x.float() if node.kernel.startswith("aten::sum.f32") else x).reshape(x.shape[0], *sizes)  # type: ignore[misc]
-        dims = [d + 1 for d, r in enumerate(reduced) if r] + ([0] if tokens else [])  # type: ignore[arg-type]
         _, _, order = node.kernel.partition("@")
+        lead = self.batch.token_axes(x.shape[0]) if order and (tokens or self._per_token(node)) else (x.shape[0],)
+        shaped = (x.float() if node.kernel.startswith("aten::sum.f32") else x).reshape(*lead, *sizes)  # type: ignore[misc]
+        dims = [d + len(lead) for d, r in enumerate(reduced) if r]  # type: ignore[arg-type]
+        dims += range(len(lead)) if tokens else ()
         if order:
             visited = [int(d) for d in order.split(",")]
             visited += [d for d in range(shaped.ndim) if d not in visited]
@@ -225,14 +268,14 @@ class _Run:
             x = reference.dequantize(*x, held.granularity.rows or 0, held.granularity.cols or 0)
         return Quantized(*reference.quantize(x, *scale_arguments(scale)))
 
-    def _gemm(self, node: Node, a: Tensor | Quantized, b: Tensor | Quantized) -> Tensor:
+    def _gemm(self, node: Node, a: Tensor | Quantized, b: Tensor | Quantized) -> Tensor | Product:
         contraction = str(node.attr("contraction"))
         if isinstance(a, Quantized) and isinstance(b, Quantized):
             return self._fp8_gemm(node, a, b, contraction)
         if isinstance(a, Quantized) or isinstance(b, Quantized):
             raise InterpretError(f"gemm of {node.fqn}: one operand is quantised and the other is not")
-        if node.kernel == "jetgraph::row_tile_gemm":
-            return reference.row_tile_gemm(a, b).float()
+        if node.kernel in ("jetgraph::row_tile_gemm", "aten::addmm") and contraction == "nt":
+            return Product(a, b, node.kernel)
         if node.kernel == "aten::mm.f32":
             a, b = a.float(), b.float()
         left, right = {"nt": (a, b.t()), "nn": (a, b), "tn": (a.t(), b)}[contraction]
@@ -247,27 +290,45 @@ class _Run:
         across = Quantized(b.codes.t(), b.scales.t())
         if contraction == "nn":
             return reference.fp8_gemm(*a, *across, cols, rows)
-        return reference.fp8_gemm(a.codes.t(), a.scales.t(), *across, 1, rows)
+        return reference.fp8_gemm(a.codes.t(), a.scales.t(), *across, cols, rows)
+
+    def _row_parallel_gemm(self, node: Node, a: Tensor | Quantized, b: Tensor | Quantized) -> Tensor:
+        parts, wire = int(node.attr("parts")), DTYPES[Format(str(node.attr("wire")))]  # type: ignore[arg-type]
+        ranks = zip(_columns(a, parts), _columns(b, parts), strict=True)
+        sums = [self._gemm(node, *rank).to(wire).float() for rank in ranks]
+        return functools.reduce(torch.add, sums)
+
+    # ------------------------------------------------------------------------------------------------------ experts
+
+    def _route(self, node: Node, logits: Tensor, *bias: Tensor) -> Tensor:
+        a = dict(node.attrs)
+        if a["selection"] != "computed" or a["capacity"] is not None or a["tie_break"] != "lowest index":
+            raise InterpretError(f"route of {node.fqn}: replayed, capacity-limited or unordered choice cannot be run")
+        scores = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}[str(a["score"])](logits.float())
+        chosen = sum(bias, scores).sort(dim=-1, descending=True, stable=True).indices[:, : a["top_k"]]  # type: ignore[misc]
+        weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
+        weights = weights / weights.sum(-1, keepdim=True) if a["renormalise"] else weights
+        return weights * a["scale"]
+
+    def _combine(self, node: Node, weights: Tensor, *results: Tensor) -> Tensor:
+        if node.attr("order") != "expert":
+            raise InterpretError(f"combine of {node.fqn}: order {node.attr('order')!r} cannot be run")
+        dtype, total = DTYPES[Format(str(node.attr("format")))], torch.zeros(())
+        for weight, result in zip(weights.split(1, -1), results, strict=True):
+            more = (total + (weight * result.float()).to(dtype).float()).to(dtype).float()
+            total = torch.where(weight != 0, more, total)
+        return total
 
     # ---------------------------------------------------------------------------------------- attention, embedding
 
     def _attention(self, node: Node, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         index, self.num_attentions = self.num_attentions, self.num_attentions + 1
+        if self.attend is None:
+            return attention(node, q, k, v, self.batch).float()
         return self.attend(node, index, q, k, v).float()
 
     def _attention_backward(self, node: Node, grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        heads, scale = _attention_heads(node, q, k, v)
-        if node.kernel == "jetgraph::attention_backward":
-            d_out = grad.unflatten(-1, (-1, int(node.attr("head_dim"))))[None]  # type: ignore[arg-type]
-            grads = reference.attention_backward(d_out, *heads, scale)
-        else:
-            causal = node.attr("mask") == "causal"
-            forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal, scale=scale)
-            (d_out,), _ = _attention_heads(node, grad)
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                d_out, *heads, *forward, 0.0, causal, scale=scale
-            )
-        return tuple(g[0].transpose(0, 1).flatten(1) for g in grads)
+        return attention_backward(node, grad, q, k, v, self.batch)
 
     def _embed(self, node: Node, weight: Tensor, ids: Tensor) -> Tensor:
         return weight[ids[:, 0]]

@@ -5,6 +5,10 @@ row-major order, the token axis first.  Each dimension of the captured tensor is
 reshape only split and merge atoms, transpose and permute reorder dims, unsqueeze adds an empty dim, expand puts an atom
 into a dim that is not in `atoms`.  Nothing is computed until a value is *read* in an order the term does not have.
 An axis of size 1 is no axis.
+
+The token axis T may be captured as B sequences of S positions: then it is two *token atoms*, which only ever occur
+together and in that order, so that terms speak of a token and never of its batch.  They are known by structure, never
+by their size: whatever enters per token (`Layouts.token_matrix`) brings them along.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ from dataclasses import dataclass
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import Format
 
-TOKEN_ATOM = 0
+
+def is_token(atom: int) -> bool:
+    """Token atoms are the negative ones."""
+    return atom < 0
 
 
 def clamped(bound: int, size: int) -> int:
@@ -37,12 +44,18 @@ class Value:
 
 
 class Layouts:
-    """Operations on `Value`s of one builder.  ``num_tokens`` is the traced size of the token axis."""
+    """Operations on `Value`s of one builder.
 
-    def __init__(self, builder: TermBuilder, num_tokens: int) -> None:
+    ``token_shape`` is the traced shape of the token axis: T, or (B, S).  ``tokens`` are its atoms, outermost first.
+    """
+
+    def __init__(self, builder: TermBuilder, token_shape: int | Sequence[int]) -> None:
         self.builder = builder
-        self.num_tokens = num_tokens
-        self.size: dict[int, int] = {TOKEN_ATOM: num_tokens}
+        self.token_shape = (token_shape,) if isinstance(token_shape, int) else tuple(token_shape)
+        self.num_tokens = math.prod(self.token_shape)
+        factors = [n for n in self.token_shape if n != 1] or [1]
+        self.tokens = tuple(range(-len(factors), 0))
+        self.size: dict[int, int] = dict(zip(self.tokens, factors, strict=True))
         self._next = itertools.count(1)
 
     # ---------------------------------------------------------------------------------------------------- basics
@@ -53,30 +66,35 @@ class Layouts:
         return atom
 
     def value(self, term: int, shape: Sequence[int]) -> Value:
-        """A term laid out row-major as ``shape``; a size equal to the number of tokens is the token axis."""
-        dims: list[tuple[int, ...]] = []
-        per_token = self.builder.per_token(term)
-        for size in shape:
-            if size == 1:
-                dims.append(())
-            elif per_token and size == self.num_tokens and (TOKEN_ATOM,) not in dims:
-                dims.append((TOKEN_ATOM,))
-            else:
-                dims.append((self.atom(size),))
-        atoms = [a for dim in dims for a in dim]
-        return Value(term, tuple(sorted(atoms, key=lambda a: a != TOKEN_ATOM)), tuple(dims))
+        """A term laid out row-major as ``shape``.  Of a per-token term the token dimensions are found by their sizes:
+        only for tensors whose program says nothing more (uninitialised memory, unknown operators)."""
+        tokens = self.token_dims(shape) if self.builder.per_token(term) else {}
+        features = {i: self.atom(n) for i, n in enumerate(shape) if n != 1 and i not in tokens}
+        dims = [tokens.get(i) or ((features[i],) if i in features else ()) for i in range(len(shape))]
+        held = [a for a in self.tokens if any(a in dim for dim in tokens.values())]
+        return Value(term, (*held, *features.values()), tuple(dims))
+
+    def token_dims(self, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Which dimensions of ``shape`` are the token axis by their sizes: one of T, or a run that is (B, S)."""
+        sizes = [self.size[a] for a in self.tokens]
+        for i, size in enumerate(shape):
+            if size == self.num_tokens:
+                return {i: self.tokens}
+            if list(shape[i : i + len(sizes)]) == sizes:
+                return {i + j: (a,) for j, a in enumerate(self.tokens)}
+        return {}
 
     def token_matrix(self, term: int) -> Value:
-        """A term [T, C] as a matrix."""
+        """A term [T, C] as a tensor with the token axis and its features as two dimensions."""
         features = self.builder.num_features(term)
         column = () if features == 1 else (self.atom(features),)
-        return Value(term, (TOKEN_ATOM, *column), ((TOKEN_ATOM,), column))
+        return Value(term, (*self.tokens, *column), (self.tokens, column))
 
     def shape(self, value: Value) -> tuple[int, ...]:
         return tuple(math.prod(self.size[a] for a in dim) for dim in value.dims)
 
     def features(self, value: Value) -> list[int]:
-        return [a for a in value.atoms if a != TOKEN_ATOM]
+        return [a for a in value.atoms if not is_token(a)]
 
     def _substitute(self, value: Value, new: dict[int, tuple[int, ...]]) -> Value:
         def apply(atoms: Sequence[int]) -> tuple[int, ...]:
@@ -101,7 +119,7 @@ class Layouts:
                 if size % product == 0 and rest % self.size[atom] == 0:
                     taken.append(atom)
                     product *= self.size[atom]
-                elif atom != TOKEN_ATOM and size % product == 0 and self.size[atom] % rest == 0:
+                elif not is_token(atom) and size % product == 0 and self.size[atom] % rest == 0:
                     head, tail = self.atom(rest), self.atom(self.size[atom] // rest)
                     split[atom] = (head, tail)
                     taken.append(head)
@@ -131,14 +149,17 @@ class Layouts:
         dims = [()] * (len(shape) - len(value.dims)) + list(value.dims)
         for i, size in enumerate(shape):
             if not dims[i] and size != 1:
-                dims[i] = (TOKEN_ATOM,) if size == self.num_tokens else (self.atom(size),)
+                dims[i] = (self.atom(size),)
         return Value(value.term, value.atoms, tuple(dims))
 
     # ---------------------------------------------------------------------------------------------------- reading
 
     def read(self, value: Value) -> int:
         """The term that holds this value row-major, [token, features]; broadcast and permutation become nodes."""
-        wanted = [a for dim in value.dims for a in dim if a != TOKEN_ATOM]
+        everything = [a for dim in value.dims for a in dim]
+        if self.builder.per_token(value.term) and [a for a in everything if is_token(a)] != list(self.tokens):
+            raise LayoutError("tokens in another order than the batch has them")
+        wanted = [a for a in everything if not is_token(a)]
         if len(set(wanted)) != len(wanted):
             raise LayoutError("one axis in two dimensions (a diagonal)")
         have = self.features(value)
@@ -168,10 +189,10 @@ class Layouts:
         names, dims = self._unify(values, rank)
         orders = [[names[i].get(a, a) for a in v.atoms] for i, v in enumerate(values)]
         order = self._common_order(orders)
-        features = [a for a in order if a != TOKEN_ATOM]
+        features = [a for a in order if not is_token(a)]
         terms = []
         for own, value in zip(orders, values, strict=True):
-            mine = [a for a in own if a != TOKEN_ATOM]
+            mine = [a for a in own if not is_token(a)]
             term = value.term
             wanted = [a for a in features if a in mine]
             if mine != wanted:
@@ -190,7 +211,7 @@ class Layouts:
         longest = max(orders, key=len)
         rest = dict.fromkeys(a for order in orders for a in order if a not in longest)
         merged = list(longest) + list(rest)
-        return sorted(merged, key=lambda a: a != TOKEN_ATOM)
+        return [a for a in self.tokens if a in merged] + [a for a in merged if not is_token(a)]
 
     def _refine(self, values: Sequence[Value], dim: int) -> list[Value]:
         """Split the atoms of one dimension of all values at the same places."""
@@ -198,21 +219,18 @@ class Layouts:
         for value in values:
             product = 1
             for atom in reversed(value.dims[dim]):
-                if atom != TOKEN_ATOM:
-                    product *= self.size[atom]
-                    cuts.add(product)
+                product *= self.size[atom]
+                cuts.add(product)
         refined = []
         for value in values:
             new: dict[int, tuple[int, ...]] = {}
             low = 1
             for atom in reversed(value.dims[dim]):
-                if atom == TOKEN_ATOM:
-                    continue
                 high = low * self.size[atom]
                 inside = sorted(c for c in cuts if low < c < high)
                 bounds = [low, *inside, high]
                 if inside:
-                    if any(b % a for a, b in itertools.pairwise(bounds)):
+                    if is_token(atom) or any(b % a for a, b in itertools.pairwise(bounds)):
                         raise LayoutError("two operands factor one dimension in incompatible ways")
                     new[atom] = tuple(self.atom(b // a) for a, b in reversed(list(itertools.pairwise(bounds))))
                 low = high
@@ -228,7 +246,7 @@ class Layouts:
             for dim, atoms in enumerate(value.dims):
                 for atom in atoms:
                     if home.setdefault(atom, dim) != dim:
-                        if atom == TOKEN_ATOM:
+                        if is_token(atom):
                             raise LayoutError("the token axis in two dimensions")
                         new[atom] = (self.atom(self.size[atom]),)
             renamed.append(self._substitute(value, new) if new else value)
@@ -248,6 +266,8 @@ class Layouts:
             chosen = []
             for j in range(len(present[0])):
                 owners = [v.dims[dim][j] for v in values if v.dims[dim] and v.dims[dim][j] in v.atoms]
+                if len({a if is_token(a) else 0 for a in owners}) > 1:
+                    raise LayoutError("tokens and something else in one dimension")
                 chosen.append(owners[0] if owners else present[0][j])
             dims.append(tuple(chosen))
             for i, value in enumerate(values):
@@ -297,7 +317,7 @@ class Layouts:
         start, stop = clamped(start or 0, size), size if stop is None else clamped(stop, size)
         if (start, stop) == (0, size):
             return value
-        if axis == (TOKEN_ATOM,):
+        if any(map(is_token, axis)):
             raise LayoutError("a slice of the token axis")
         if len(axis) != 1:
             value = self._merge(value, dim)
@@ -317,7 +337,7 @@ class Layouts:
     def _merge(self, value: Value, dim: int) -> Value:
         """Make one atom of the several in a dimension; they must be neighbours in the term."""
         axis = value.dims[dim]
-        if TOKEN_ATOM in axis:
+        if any(map(is_token, axis)):
             raise LayoutError("a dimension mixes tokens and features")
         held = [a for a in axis if a in value.atoms]
         if held and len(held) != len(axis):
@@ -338,15 +358,21 @@ class Layouts:
 
     def value_of_read(self, value: Value) -> Value:
         """The same value with its term materialised row-major."""
-        if any(TOKEN_ATOM in dim and len(dim) > 1 for dim in value.dims):
-            raise LayoutError("a dimension mixes tokens and features")
-        return self.value(self.read(value), self.shape(value))
+        term = self.read(value)
+        dims: list[tuple[int, ...]] = []
+        for dim, size in zip(value.dims, self.shape(value), strict=True):
+            tokens = tuple(filter(is_token, dim))
+            if tokens and tokens != dim:
+                raise LayoutError("a dimension mixes tokens and features")
+            dims.append(tokens or (() if size == 1 else (self.atom(size),)))
+        held = self.tokens if self.builder.per_token(term) else ()
+        return Value(term, (*held, *(a for dim in dims for a in dim if not is_token(a))), tuple(dims))
 
     def cat(self, values: Sequence[Value], dim: int) -> Value:
         dim %= len(values[0].dims)
         values = [self._merge(v, dim) if len(v.dims[dim]) > 1 else v for v in values]
         values = [v if v.dims[dim] else self._with_axis(v, dim) for v in values]
-        if any(v.dims[dim] == (TOKEN_ATOM,) for v in values):
+        if any(is_token(a) for v in values for a in v.dims[dim]):
             raise LayoutError("a concatenation along the token axis")
         pattern = self._pattern(values[0], dim)
         if pattern is None or any(self._pattern(v, dim) != pattern for v in values):
@@ -377,6 +403,6 @@ class Layouts:
         """Name the size-1 axis at ``dim`` so that it can be joined: it is the last factor of what comes before it."""
         new = self.atom(1)
         before = {a for d in value.dims[:dim] for a in d}
-        position = max((i + 1 for i, a in enumerate(value.atoms) if a in before or a == TOKEN_ATOM), default=0)
+        position = max((i + 1 for i, a in enumerate(value.atoms) if a in before or is_token(a)), default=0)
         atoms = (*value.atoms[:position], new, *value.atoms[position:])
         return Value(value.term, atoms, tuple((new,) if i == dim else d for i, d in enumerate(value.dims)))

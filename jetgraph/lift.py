@@ -7,12 +7,13 @@ without a handler becomes an `unknown` node under its own name, so the verdict i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jetgraph.graph import Phase, Role
-from jetgraph.layout import TOKEN_ATOM, LayoutError, Layouts, Value
+from jetgraph.layout import LayoutError, Layouts, Value
 from jetgraph.normal_form import Provenance, TermBuilder
 from jetgraph.precision import BF16, F32, I64, Format, Precision
 from jetgraph.record import Op, Ref, TensorSpec, references
@@ -46,6 +47,29 @@ class Zeros:
     """A tensor of zeros that something will be written into."""
 
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A tensor that holds one number everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStarts:
+    """An integer tensor [B, S] that was seen to hold, for every token, where its own sequence starts in its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMask:
+    """A mask [B, 1, S, S] that was seen to show every token the last ``window`` tokens (0: all) of its own prefix.
+
+    ``additive`` if it holds 0 and -inf rather than truth values.
+    """
+
+    window: int
+    additive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +115,16 @@ def handles(*targets: str) -> Callable[[Handler], Handler]:
 class Lifter:
     """Lifts recorded programs into one builder; several programs (blocks, head, backward) share it."""
 
-    def __init__(self, builder: TermBuilder, num_tokens: int, handlers: Mapping[str, Handler] | None = None) -> None:
+    def __init__(
+        self, builder: TermBuilder, token_shape: int | Sequence[int], handlers: Mapping[str, Handler] | None = None
+    ) -> None:
         self.builder = builder
-        self.layouts = Layouts(builder, num_tokens)
+        self.layouts = Layouts(builder, token_shape)
         self.handlers = {**HANDLERS, **(handlers or {})}
         self.keys_values: list[tuple[int, int]] = []
         self.unknown: list[str] = []
+        self.rows_are_sequences = True
+        """Whether each row of the captured batch is one sequence from its first position on (padding may follow)."""
 
     # ---------------------------------------------------------------------------------------------------- running
 
@@ -111,7 +139,7 @@ class Lifter:
     ) -> dict[str, Any]:
         """Values by op name of everything that the program's outputs (and the ops named in ``keep``) depend on."""
         frame = Frame({op.name: op for op in ops}, sizes, prefix, dict(bound))
-        live = self._live(ops, keep)
+        live = live_names(ops, keep, bound)
         for op in ops:
             if op.kind == "output" or op.name in frame.env or op.name not in live:
                 continue
@@ -126,17 +154,6 @@ class Lifter:
         (result,) = ops[-1].args
         items = result if isinstance(result, tuple) else (result,)
         return tuple(env[item.name] if isinstance(item, Ref) else item for item in items)
-
-    def _live(self, ops: Sequence[Op], keep: Sequence[str]) -> set[str]:
-        by_name = {op.name: op for op in ops}
-        stack = [*references(ops[-1].args), *keep]
-        live: set[str] = set()
-        while stack:
-            name = stack.pop()
-            if name not in live and name in by_name:
-                live.add(name)
-                stack += references(by_name[name].args) + references(by_name[name].kwargs)
-        return live
 
     def _provenance(self, frame: Frame, op: Op) -> Provenance:
         relative = op.fqn.replace("L['self']", "").strip(".")
@@ -178,11 +195,8 @@ class Lifter:
             if not isinstance(spec, TensorSpec):
                 return spec
             shape = tuple(frame.sizes(s) for s in spec.shape)
-            per_token = self.layouts.num_tokens in shape
-            features = 1
-            for size in shape:
-                features *= size
-            node_shape = ("T", features // self.layouts.num_tokens) if per_token else shape
+            per_token = bool(self.layouts.token_dims(shape))
+            node_shape = ("T", math.prod(shape) // self.layouts.num_tokens) if per_token else shape
             precision = Precision(FORMATS.get(spec.dtype, Format.F32))
             term = self.builder.intern("unknown", terms, {"name": f"{name}#{index}"}, node_shape, precision)
             return self.layouts.value(term, shape)
@@ -211,8 +225,25 @@ class Lifter:
         return self.layouts.value(term, shape)
 
     def token_input(self, name: str, rank: int, precision: Precision = I64) -> Value:
-        """A per-token input of shape [T] or [1, T]."""
-        return Value(self.builder.input(name, precision), (TOKEN_ATOM,), ((),) * (rank - 1) + ((TOKEN_ATOM,),))
+        """A per-token input of rank 1, [T], or 2, [B, S]."""
+        layouts = self.layouts
+        flat = Value(self.builder.input(name, precision), layouts.tokens, (layouts.tokens,))
+        return flat if rank == 1 else layouts.view(flat, (1, *layouts.token_shape)[-rank:])
+
+
+def live_names(ops: Sequence[Op], keep: Sequence[str] = (), bound: Container[str] = ()) -> set[str]:
+    """Ops that the program's outputs and ``keep`` depend on, not looking behind what is ``bound`` already."""
+    by_name = {op.name: op for op in ops}
+    stack = [*references(ops[-1].args), *keep]
+    live: set[str] = set()
+    while stack:
+        name = stack.pop()
+        if name in live or name not in by_name:
+            continue
+        live.add(name)
+        if name not in bound:
+            stack += references(by_name[name].args) + references(by_name[name].kwargs)
+    return live
 
 
 def _has_no_elements(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Importing this registers every expansion of `jetgraph.lift`."""
 
 import jetgraph.lift_aten
+import jetgraph.lift_attention
 import jetgraph.lift_gemm
-import jetgraph.lift_model  # noqa: F401
+import jetgraph.lift_model
+import jetgraph.lift_norm  # noqa: F401

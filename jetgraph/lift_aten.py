@@ -10,8 +10,19 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from jetgraph.layout import TOKEN_ATOM, Value, clamped
-from jetgraph.lift import Frame, Lifter, Nothing, QuantizedHalf, Zeros, handles, only, refuse_unless, with_defaults
+from jetgraph.layout import Value, clamped, is_token
+from jetgraph.lift import (
+    Frame,
+    Lifter,
+    Nothing,
+    QuantizedHalf,
+    SequenceMask,
+    Zeros,
+    handles,
+    only,
+    refuse_unless,
+    with_defaults,
+)
 from jetgraph.normal_form import TermBuilder, as_f32
 from jetgraph.precision import Format
 from jetgraph.record import Op, Symbol
@@ -65,12 +76,24 @@ def _squeeze(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> A
 @handles("aten.expand")
 def _expand(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
+    if isinstance(args[0], SequenceMask):
+        return _whole_mask(frame, op, args[0])
     return lift.layouts.expand(args[0], frame.shape(op))
+
+
+def _whole_mask(frame: Frame, op: Op, mask: SequenceMask) -> SequenceMask:
+    """A view of a mask that keeps its queries and keys."""
+    source = frame.spec(op.args[0])
+    kept = source is not None and tuple(map(frame.sizes, source.shape))[-2:] == frame.shape(op)[-2:]
+    refuse_unless(kept, "part of a mask")
+    return mask
 
 
 @handles("aten.slice")
 def _slice(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
+    if isinstance(args[0], SequenceMask):
+        return _whole_mask(frame, op, args[0])
     value, dim, start, stop, step = with_defaults(args, 0, None, None, 1)
     refuse_unless(step == 1, f"slice with step {step}")
     stop = None if stop is None or stop >= 1 << 31 else frame.sizes(stop)
@@ -84,7 +107,9 @@ def _slice_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dic
     refuse_unless(step == 1, f"slice_backward with step {step}")
     sizes = [frame.sizes(s) for s in sizes]
     dim %= len(sizes)
-    start, stop = (clamped(bound, sizes[dim]) for bound in (start, stop))
+    start, stop = (clamped(frame.sizes(bound), sizes[dim]) for bound in (start, stop))
+    if (start, stop) == (0, sizes[dim]):
+        return value
     return _padded(lift, value, dim, start, sizes[dim] - stop)
 
 
@@ -93,7 +118,7 @@ def _padded(lift: Lifter, value: Value, dim: int, before: int, after: int) -> Va
     layouts = lift.layouts
     value = layouts.value_of_read(value)
     axis = value.dims[dim]
-    refuse_unless(len(axis) == 1 and axis[0] != TOKEN_ATOM, "padding of tokens")
+    refuse_unless(len(axis) == 1 and not is_token(axis[0]), "padding of tokens")
     features = layouts.features(value)
     i = features.index(axis[0])
     outer = inner = 1
@@ -202,12 +227,12 @@ def _add_in_place(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict)
     return _binary(lift, frame, replace(op, target="aten.add.Tensor"), args, kwargs)
 
 
-@handles("aten.neg", "aten.rsqrt", "aten.cos", "aten.sin", "aten.silu")
+@handles("aten.neg", "aten.rsqrt", "aten.cos", "aten.sin", "aten.silu", "aten.tanh")
 def _unary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     name = op.target.split(".")[1]
     kernel = "" if name == "neg" else f"aten::{name}"
-    exact = name in ("neg", "silu") or lift.format_of(op) is Format.F32
+    exact = name in ("neg", "silu", "tanh") or lift.format_of(op) is Format.F32
     refuse_unless(exact, f"{name} in {op.value.dtype}")
     return lift.layouts.pointwise(name, [args[0]], lift.format_of(op), kernel=kernel)
 
@@ -216,6 +241,24 @@ def _unary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any
 def _silu_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     return lift.layouts.pointwise("silu_backward", list(args), lift.format_of(op))
+
+
+@handles("aten.gelu", "aten.gelu_backward")
+def _gelu(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs, approximate=...)
+    name = op.target.split(".")[1]
+    attrs = {"approximate": kwargs.get("approximate", "none")}
+    return lift.layouts.pointwise(name, list(args), lift.format_of(op), attrs, f"aten::{name}")
+
+
+@handles("aten.tanh_backward")
+def _tanh_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    """dy * (1 - y * y), rounded once."""
+    only(kwargs)
+    grad, y = args
+    square = lift.layouts.pointwise("sq", [y], Format.F32)
+    slope = lift.layouts.pointwise("sub", [lift.operand(1.0), square], Format.F32)
+    return lift.layouts.pointwise("mul", [grad, slope], lift.format_of(op))
 
 
 @handles("aten.pow")
@@ -237,10 +280,10 @@ def _mean(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     refuse_unless(dims == [len(value.dims) - 1], "mean over other than the last dimension")
     keep = len(args) > 2 and args[2]
     layouts = lift.layouts
-    if layouts.features(value) != [a for dim in value.dims for a in dim if a != TOKEN_ATOM]:
+    if layouts.features(value) != [a for dim in value.dims for a in dim if not is_token(a)]:
         value = layouts.value_of_read(value)
     axis = value.dims[-1]
-    refuse_unless(TOKEN_ATOM not in axis, "a mean over the tokens")
+    refuse_unless(not any(map(is_token, axis)), "a mean over the tokens")
     size = layouts.shape(value)[-1]
     term = lift.builder.round(lift.builder.mean(value.term, size, "aten::mean"), lift.format_of(op))
     atoms = tuple(a for a in value.atoms if a not in axis)
@@ -260,6 +303,8 @@ def _sum(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     if not reduced:  # every summed dimension has size 1
         kept = [dim for d, dim in enumerate(value.dims) if keep or d not in dims]
         return lift.rounded(Value(value.term, value.atoms, tuple(kept)), op)
+    over_tokens = [a for a in layouts.tokens if a in reduced]
+    refuse_unless(over_tokens in ([], list(layouts.tokens)), "a sum over the tokens of one sequence")
     features = layouts.features(value)
     spec = frame.spec(op.args[0])
     visited = list(spec.layout) if spec is not None else []
@@ -268,7 +313,7 @@ def _sum(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
         f"@{','.join(map(str, _memory_order(lift, value, visited)))}" if visited else ""
     )
     term = lift.builder.sum(
-        value.term, [layouts.size[a] for a in features], [a in reduced for a in features], TOKEN_ATOM in reduced, kernel
+        value.term, [layouts.size[a] for a in features], [a in reduced for a in features], bool(over_tokens), kernel
     )
     term = lift.builder.round(term, lift.format_of(op))
     atoms = tuple(a for a in value.atoms if a not in reduced)
@@ -277,8 +322,9 @@ def _sum(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
 
 
 def _memory_order(lift: Lifter, value: Value, layout: list[int]) -> list[int]:
-    """The captured memory order as positions in the term's axes (0 is the token axis, features follow)."""
-    axes = [TOKEN_ATOM, *lift.layouts.features(value)]
+    """The captured memory order as positions in the term's axes: the token axis (or batch, position), then features."""
+    lead = lift.layouts.tokens if any(map(is_token, value.atoms)) else (0,)
+    axes = [*lead, *lift.layouts.features(value)]
     return [axes.index(a) for d in layout for a in value.dims[d] if a in axes]
 
 

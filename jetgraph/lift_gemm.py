@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jetgraph.layout import TOKEN_ATOM, Value
-from jetgraph.lift import CONTRACTION_ROLE, Frame, Lifter, QuantizedHalf, handles, only, refuse_unless
-from jetgraph.precision import Division, Format, Granularity, Scale, ScaleRule
+from jetgraph.layout import Value, is_token
+from jetgraph.lift import CONTRACTION_ROLE, Frame, Lifter, QuantizedHalf, handles, only, refuse_unless, with_defaults
+from jetgraph.policy import LinearPrecision, WgradSource
+from jetgraph.precision import Division, Format, Granularity, Precision, Scale, ScaleRule
 from jetgraph.record import Op
 
 # -------------------------------------------------------------------------------------------------------------- GEMM
@@ -33,20 +34,27 @@ def _mm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
 def _addmm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs, alpha=1, beta=1)
     bias, a, b = args
-    product = _bf16_gemm(lift, a, b, "aten::addmm")
+    return with_bias(lift, op, _bf16_gemm(lift, a, b, "aten::addmm"), bias)
+
+
+def with_bias(lift: Lifter, op: Op, product: Value, bias: Value | None) -> Value:
+    """The FP32 sums of a GEMM, plus the bias [N] in FP32, rounded once: what ATen's addmm does too (measured)."""
+    if bias is None:
+        return lift.rounded(product, op)
+    refuse_unless(len(bias.dims) == 1 and not any(map(is_token, bias.atoms)), "a bias that is not one row")
     return lift.layouts.pointwise("add", [product, bias], lift.format_of(op))
 
 
 def _bf16_gemm(lift: Lifter, a: Value, b: Value, kernel: str) -> Value:
     layouts = lift.layouts
-    if a.dims[0] == (TOKEN_ATOM,) and TOKEN_ATOM not in b.atoms:
+    if a.dims[0] == layouts.tokens and not any(map(is_token, b.atoms)):
         term = b.term
         refuse_unless(len(lift.builder.nodes[term].type.shape) == 2, "a matrix product with something not a matrix")
         rows, cols = b.dims
         contraction = "nt" if b.atoms == cols + rows else "nn"
         refuse_unless(b.atoms in (cols + rows, rows + cols), "a rearranged weight")
         return gemm(lift, layouts.read(a), term, contraction, kernel)
-    refuse_unless(a.dims[1] == b.dims[0] == (TOKEN_ATOM,), "a matrix product that is neither FPROP, DGRAD nor WGRAD")
+    refuse_unless(a.dims[1] == b.dims[0] == layouts.tokens, "a matrix product that is neither FPROP, DGRAD nor WGRAD")
     return gemm(lift, layouts.read(layouts.permute(a, (1, 0))), layouts.read(b), "tn", kernel)
 
 
@@ -66,10 +74,10 @@ def _bmm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
 @handles("jetgraph.row_tile_gemm")
 def _row_tile_gemm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
-    x, weight = args
+    x, weight, bias = with_defaults(args, None, None)
     refuse_unless(weight.atoms == weight.dims[0] + weight.dims[1], "a rearranged weight")
-    out = lift.rounded(gemm(lift, lift.layouts.read(x), weight.term, "nt", "jetgraph::row_tile_gemm"), op)
-    return lift.layouts.view(out, frame.shape(op))
+    product = gemm(lift, lift.layouts.read(x), weight.term, "nt", "jetgraph::row_tile_gemm")
+    return lift.layouts.view(with_bias(lift, op, product, bias), frame.shape(op))
 
 
 # --------------------------------------------------------------------------------------------------------------- FP8
@@ -94,8 +102,8 @@ def _quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> 
 def _rows(lift: Lifter, x: Value) -> int:
     """The term of a matrix whose rows are tokens (or a stored parameter's rows): blocks are counted on it."""
     refuse_unless(len(x.dims) == 2, "blocks of something not a matrix")
-    if TOKEN_ATOM in x.atoms:
-        refuse_unless(x.dims[0] == (TOKEN_ATOM,), "blocks along another axis than a token's features")
+    if any(map(is_token, x.atoms)):
+        refuse_unless(x.dims[0] == lift.layouts.tokens, "blocks along another axis than a token's features")
         return lift.layouts.read(x)
     refuse_unless(x.atoms == x.dims[0] + x.dims[1], "blocks of a rearranged parameter")
     return x.term
@@ -135,16 +143,61 @@ def _fp8_gemm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> 
     _check_halves(lift, b, b_scale)
     refuse_unless(b.transposed or not a.transposed, "token-grouped codes against a natural operand")
     contraction = "tn" if a.transposed else "nn" if b.transposed else "nt"
-    grids = {
-        "nt": ((1, group), (b_rows, group)),
-        "nn": ((1, group), (group, b_rows)),
-        "tn": ((group, 1), (group, b_rows)),
-    }
-    for half, grid in zip((a, b), grids[contraction], strict=True):
-        scale = lift.builder.precision(half.term).scale
-        held = None if scale is None else (scale.granularity.rows, scale.granularity.cols)
-        refuse_unless(held == grid, f"scales on grid {held} read as {grid}")
-    out = gemm(lift, a.term, b.term, contraction, "jetgraph::fp8_gemm")
-    if bias is not None:
-        return lift.layouts.pointwise("add", [out, bias], lift.format_of(op))
-    return lift.rounded(out, op)
+    rows = _stored_grid(lift, a).rows and 1  # the operator takes a scale for each row of a, or one for all of them
+    for half, read in ((a, Granularity(rows, group or None)), (b, Granularity(b_rows or None, group or None))):
+        held = _stored_grid(lift, half)
+        refuse_unless(held == read, f"scales on grid {held} read as {read}")
+    return _fp8_product(lift, op, a.term, b.term, contraction, bias)
+
+
+def _stored_grid(lift: Lifter, half: QuantizedHalf) -> Granularity:
+    """The blocks that share a scale, on the codes as they lie in memory: the operator's a [M, K] and b [N, K]."""
+    scale = lift.builder.precision(half.term).scale
+    refuse_unless(scale is not None, "codes without a scale")
+    assert scale is not None
+    grid = scale.granularity
+    return Granularity(grid.cols, grid.rows) if half.transposed else grid
+
+
+def _fp8_product(lift: Lifter, op: Op, a: int, b: int, contraction: str, bias: Value | None = None) -> Value:
+    """FP32 sums of quantised operands, plus the bias in FP32, rounded once."""
+    return with_bias(lift, op, gemm(lift, a, b, contraction, "jetgraph::fp8_gemm"), bias)
+
+
+# ------------------------------------------------------------------- linears called eagerly: the three GEMMs in one op
+
+
+@handles("jetgraph.linear")
+def _linear(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    x, weight, bias, text = args
+    p = LinearPrecision.parse(text)
+    return _fp8_product(lift, op, _codes(lift, x, p.activation), _codes(lift, weight, p.weight), "nt", bias)
+
+
+@handles("jetgraph.linear_dgrad")
+def _linear_dgrad(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    dy, weight, text = args
+    p = LinearPrecision.parse(text)
+    return _fp8_product(lift, op, _codes(lift, dy, p.gradient), _codes(lift, weight, p.weight), "nn")
+
+
+@handles("jetgraph.linear_wgrad")
+def _linear_wgrad(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    dy, x, text = args
+    p = LinearPrecision.parse(text)
+    grouped = p.wgrad.scale is not None and p.wgrad.scale.granularity != Granularity.per_tensor()
+    kernel = "jetgraph::quantize_tokens" if grouped else "jetgraph::quantize"
+    source, source_kernel = _rows(lift, x), kernel
+    if grouped and p.wgrad_source is WgradSource.REQUANTIZE:
+        source, source_kernel = _codes(lift, x, p.activation), "jetgraph::requantize_tokens"
+    assert p.wgrad.scale is not None
+    right = lift.builder.quantize(source, p.wgrad.scale, source_kernel)
+    return _fp8_product(lift, op, _codes(lift, dy, p.wgrad, kernel), right, "tn")
+
+
+def _codes(lift: Lifter, x: Value, precision: Precision, kernel: str = "jetgraph::quantize") -> int:
+    assert precision.scale is not None
+    return lift.builder.quantize(_rows(lift, x), precision.scale, kernel)

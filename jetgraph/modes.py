@@ -37,7 +37,7 @@ class Side:
 
     @property
     def label(self) -> str:
-        return f"{self.policy}{'-stock' if self.stock else ''}"
+        return f"{get_policy(self.policy).file_stem}{'-stock' if self.stock else ''}"
 
     def key(self, *, rollout: bool) -> tuple:
         """Two policies with the same rules on a side are the same process there."""

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetgraph.graph import Attr, Node, Phase, PrecisionGraph, Role, ValueType, term_digest
+from jetgraph.graph import Attr, Node, Phase, PrecisionGraph, Role, ValueType
+from jetgraph.node import Labels, term_digest
 from jetgraph.ops import COMMUTATIVE
 from jetgraph.precision import BF16, F32, I64, Format, Precision, Scale
 
@@ -42,10 +43,11 @@ class TermBuilder:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.digests: list[str] = []
+        self.digests: list[bytes] = []
         self.rules: Counter[str] = Counter()
         self.where = Provenance()
-        self._index: dict[str, int] = {}
+        self._index: dict[bytes, int] = {}
+        self._labels = Labels()
 
     # ------------------------------------------------------------------------------------------------- interning
 
@@ -61,7 +63,7 @@ class TermBuilder:
         """The node with exactly this meaning; made if it does not exist yet.  No rewriting happens here."""
         items = tuple(sorted(attrs.items()))
         type_ = ValueType(tuple(shape), precision)
-        digest = term_digest(op, items, type_, tuple(self.digests[i] for i in inputs))
+        digest = term_digest(op, self._labels.of(op, items, type_), [self.digests[i] for i in inputs])
         known = self._index.get(digest)
         if known is not None:
             return known
@@ -192,7 +194,7 @@ class TermBuilder:
         return self.intern("broadcast", (x,), {"sizes": sizes, "present": present}, shape, self.precision(x))
 
     def slice(self, x: int, outer: int, size: int, inner: int, start: int, stop: int) -> int:
-        if (start, stop) == (0, size):
+        if (start, stop) == (0, size) or self.op(x) == "const":  # a constant has every width
             return x
         node = self.nodes[x]
         attrs = dict(node.attrs)

@@ -61,6 +61,9 @@ def _specs() -> dict[str, OpSpec]:
         OpSpec("sin", 1, (), "sin(x)"),
         OpSpec("silu", 1, (), "x * sigmoid(x)"),
         OpSpec("silu_backward", 2, (), "dy * sigmoid(x) * (1 + x * (1 - sigmoid(x))) for (dy, x)"),
+        OpSpec("gelu", 1, ("approximate",), "x * Φ(x); tanh: x/2 * (1 + tanh(√(2/π) * (x + 0.044715 x³)))"),
+        OpSpec("gelu_backward", 2, ("approximate",), "dy * gelu'(x) for (dy, x)"),
+        OpSpec("tanh", 1, (), "tanh(x)"),
         OpSpec("int_to_float", 1, (), "an integer below 2^24 as FP32"),
         # ------------------------------------------------------------------------------------------- arrangement
         OpSpec(
@@ -81,6 +84,21 @@ def _specs() -> dict[str, OpSpec]:
             "sum", 1, ("sizes", "reduced"), "sum over the feature factors ``reduced`` of ``sizes``", accumulates="f32"
         ),
         OpSpec(
+            "layer_norm",
+            3,
+            ("eps",),
+            "(x - mean x) / sqrt(var x + eps) * w + b over all features, for (x, w[C], b[C])",
+            accumulates="f32",
+        ),
+        OpSpec(
+            "layer_norm_backward",
+            3,
+            ("eps",),
+            "(dx, dw, db) of layer_norm for (dy, x, w); mean and 1/sqrt are first rounded to the format of x",
+            row_local=False,
+            accumulates="f32",
+        ),
+        OpSpec(
             "sum_tokens",
             1,
             ("sizes", "reduced"),
@@ -96,6 +114,27 @@ def _specs() -> dict[str, OpSpec]:
             2,
             ("contraction",),
             "nt: x[T,K] W[N,K]ᵀ (FPROP)   nn: dy[T,N] W[N,K] (DGRAD)   tn: dy[T,N]ᵀ x[T,K] (WGRAD)",
+            accumulates="f32",
+        ),
+        OpSpec(
+            "row_parallel_gemm",
+            2,
+            ("contraction", "parts", "wire"),
+            "nt gemm with K cut in ``parts`` equal runs: a rank's sum is rounded to ``wire``, ranks are added in FP32",
+            accumulates="f32",
+        ),
+        # ------------------------------------------------------------------------------------------------- experts
+        OpSpec(
+            "route",
+            None,
+            ("top_k", "score", "renormalise", "scale", "tie_break", "selection", "capacity"),
+            "(logits[, bias]) -> [T, E]: scores of the top_k experts by score + bias, others 0; / their sum; * scale",
+        ),
+        OpSpec(
+            "combine",
+            None,
+            ("order", "format"),
+            "(w[T, E], y_0, …, y_E-1) -> Σ w_e y_e over w_e ≠ 0 in ``order``, products and sums rounded to ``format``",
             accumulates="f32",
         ),
         # ------------------------------------------------------------------------------------ attention, embedding

@@ -18,10 +18,9 @@ from typing import Any
 
 from jetgraph.engines import EngineRun, RolloutPlan, get_engine
 from jetgraph.export import export_checkpoint
-from jetgraph.graph import PrecisionGraph
 from jetgraph.policy import get_policy
 from jetgraph.scoring import Mismatch, Rollout
-from jetgraph.verify import Result, verify
+from jetgraph.verify import Result, Source, verify
 
 Say = Callable[[str], None]
 
@@ -109,9 +108,10 @@ def run_engine(
     if stock:
         folder = model_dir
     else:
-        folder = work / f"exported-{policy}"
-        say(f"exporting the {policy} checkpoint")  # always: the folder may hold another model, or older weights
-        export_checkpoint(model_dir, folder, policy)
+        chosen = get_policy(policy)
+        folder = work / f"exported-{chosen.file_stem}"
+        say(f"exporting the {chosen.name} checkpoint")  # always: the folder may hold another model, or older weights
+        export_checkpoint(model_dir, folder, chosen)
     return integration.run(folder, graph=graph, plans=plans, say=say)
 
 
@@ -130,19 +130,10 @@ def verify_model(
 
 def verify_files(train: Path, infer: Path) -> Result:
     """Verify two graph files; a certificate is bound to their bytes."""
-    files = [_read(path) for path in (train, infer)]
-    graphs = [PrecisionGraph.from_json(data.decode("utf-8", errors="replace")) for data in files]
-    return verify(*graphs, train_file=files[0], infer_file=files[1])
+    return verify(Source.load(train, "train"), Source.load(infer, "infer"))
 
 
 def check_model_folder(folder: Path) -> None:
     """Refuse, before a process is started for it, what cannot be a model folder."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error

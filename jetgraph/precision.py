@@ -9,6 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+
+E4M3_MAX = 448.0
+F32_TINY = 2.0**-126
+"""FP32's smallest normal number."""
 
 
 class Format(str, Enum):
@@ -74,7 +79,10 @@ class Granularity:
 
     @classmethod
     def parse(cls, text: str) -> Granularity:
-        rows, cols = (None if axis == "*" else int(axis) for axis in text.split("x"))
+        match = re.fullmatch(r"(\*|[1-9]\d*)x(\*|[1-9]\d*)", text)
+        if match is None:
+            raise ValueError(f"granularity {text!r}: expected rows x columns, such as 1x128 or *x*")
+        rows, cols = (None if axis == "*" else int(axis) for axis in match.groups())
         return cls(rows, cols)
 
 
@@ -92,30 +100,52 @@ class Division(str, Enum):
         return self.value
 
 
+def _number(value: float) -> str:
+    """The shortest text that parses back to the same number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
 @dataclass(frozen=True)
 class ScaleRule:
     """The arithmetic that turns one block of values into one scale and its codes, all in FP32.
 
     amax  = max(|x|, amax_floor); a block with a non-finite value gets a NaN scale and NaN codes: loud, never hidden
     scale = amax / qmax, rounded up to a power of two if ``power_of_two``
-    code  = e4m3(clamp(x ∘ scale, -qmax, qmax)), ∘ by ``division``, round to nearest even
+    code  = e4m3(clamp(x ∘ scale, -qmax, qmax)), ∘ by ``division`` (which is exact, hence one and the same, for a power
+            of two), round to nearest even
 
     The rule is part of an edge's identity: libraries disagree on every field.
+
+    Raises:
+        ValueError: ``qmax`` is not in [2, 448] (scales may overflow FP32, codes e4m3), or ``amax_floor`` / ``qmax`` is
+            below FP32's smallest normal number, so that the scale of a block of zeros could be 0 and its codes NaN.
     """
 
-    qmax: float = 448.0
+    qmax: float = E4M3_MAX
     amax_floor: float = 1e-12
     division: Division = Division.DIVIDE
     power_of_two: bool = False
 
+    def __post_init__(self) -> None:
+        if not 2 <= self.qmax <= E4M3_MAX:
+            raise ValueError(f"qmax {self.qmax:g}: expected a number from 2 to {E4M3_MAX:g}, the largest of e4m3")
+        if not self.amax_floor / self.qmax >= F32_TINY or self.amax_floor == float("inf"):
+            raise ValueError(
+                f"amax_floor {self.amax_floor:g}: expected a finite number of at least {F32_TINY * self.qmax:.3g}, or "
+                "a block of zeros has no finite, positive scale"
+            )
+
     def __str__(self) -> str:
-        text = f"{self.division} qmax={self.qmax:g} floor={self.amax_floor:g}"
+        text = f"{self.division} qmax={_number(self.qmax)} floor={_number(self.amax_floor)}"
         return text + (" pow2" if self.power_of_two else "")
 
     @classmethod
     def parse(cls, text: str) -> ScaleRule:
-        division, qmax, floor, *pow2 = text.split()
-        return cls(float(qmax[5:]), float(floor[6:]), Division(division), pow2 == ["pow2"])
+        match = re.fullmatch(r"(\S+) qmax=(\S+) floor=(\S+?)( pow2)?", text)
+        if match is None:
+            raise ValueError(f"scale rule {text!r}: expected e.g. div qmax=448 floor=1e-12, and perhaps pow2")
+        return cls(float(match[2]), float(match[3]), Division(match[1]), match[4] is not None)
 
 
 @dataclass(frozen=True)
@@ -132,8 +162,10 @@ class Scale:
 
     @classmethod
     def parse(cls, text: str) -> Scale:
-        granularity, fmt, mode, rule = text.split(" ", 3)
-        return cls(Granularity.parse(granularity), ScaleRule.parse(rule), Format(fmt), mode == "dyn")
+        match = re.fullmatch(r"(\S+) (\S+) (dyn|static) (.+)", text)
+        if match is None:
+            raise ValueError(f"scale {text!r}: expected e.g. 1x128 f32 dyn div qmax=448 floor=1e-12")
+        return cls(Granularity.parse(match[1]), ScaleRule.parse(match[4]), Format(match[2]), match[3] == "dyn")
 
 
 @dataclass(frozen=True)
@@ -153,6 +185,11 @@ class Precision:
     scale: Scale | None = None
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        """Printed once: a graph's nodes share few precisions, and digests and tables are keyed by their print."""
         return str(self.format) if self.scale is None else f"{self.format}[{self.scale}]"
 
     def short(self) -> str:
@@ -164,7 +201,10 @@ class Precision:
         match = re.fullmatch(r"(\w+)(?:\[(.+)\])?", text)
         if match is None:
             raise ValueError(f"precision {text!r}: expected a format such as bf16 or f8e4m3[1x128 f32 dyn …]")
-        return cls(Format(match[1]), Scale.parse(match[2]) if match[2] else None)
+        parsed = cls(Format(match[1]), Scale.parse(match[2]) if match[2] else None)
+        if str(parsed) != text:
+            raise ValueError(f"precision {text!r} is not in normal form: expected {parsed}")
+        return parsed
 
 
 BF16 = Precision(Format.BF16)

@@ -18,14 +18,14 @@ def replay_step(model: torch.nn.Module, step: CapturedStep) -> PrecisionGraph:
     cases: list[str] = []
     passed = True
     try:
-        values = interpret(step.graph, leaves)
+        values = interpret(step.graph, leaves, batch=step.batch)
     except InterpretError as error:
         passed, cases = False, [f"not run: {error}"]
     else:
         wrong = [n for n, g in step.gradients.items() if not torch.equal(values[f"grad.{n}"].reshape(g.shape), g)]
         checks = {
-            f"logits of {step.logits.shape[1]} tokens": torch.equal(values["logits"], step.logits[0]),
-            "logprobs": torch.equal(values["logprob"][:, 0], step.logprob[0]),
+            f"logits of {step.logprob.numel()} tokens": torch.equal(values["logits"], step.logits.flatten(0, 1)),
+            "logprobs": torch.equal(values["logprob"][:, 0], step.logprob.flatten()),
         }
         if step.gradients:
             checks[f"{len(step.gradients)} gradients"] = not wrong

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,32 +18,37 @@ import transformers
 from torch import Tensor
 
 import jetgraph.lift_all  # noqa: F401  (registers the handlers)
-from jetgraph.capture import RegionCall, Step, recording
+from jetgraph.batch import Batch, Sequences
+from jetgraph.capture import Recorder, RegionCall, Step, recording
 from jetgraph.compiler import Compiled
 from jetgraph.digest import tensor_digest
 from jetgraph.fx_record import record_graph
 from jetgraph.graph import Node, Phase, PrecisionGraph
 from jetgraph.layout import Value
-from jetgraph.lift import Frame, Lifter
+from jetgraph.lift import Frame, Lifter, SequenceMask, SequenceStarts, live_names
 from jetgraph.lowering import reference
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import F32
-from jetgraph.record import Op, Ref, evaluate_size
+from jetgraph.record import Op, Ref, evaluate_size, references
 
 CAPTURE_LENGTH = 53
-"""Tokens in a capture: a number no tensor dimension of a model has, so that sizes tell the token axis apart."""
+"""Tokens in a capture by default: a number that no dimension of a model has, which makes records easy to read."""
 
 
 @dataclass
 class CapturedStep:
-    """A recorded step with the values it produced; ``graph`` is what it executed."""
+    """A recorded step with the values it produced; ``graph`` is what it executed, ``batch`` how its tokens lay.
+
+    logits [B, S, V] bf16, logprob [B, S] f32, gradients by parameter name.
+    """
 
     graph: PrecisionGraph
     inputs: dict[str, Tensor]
     logits: Tensor
     logprob: Tensor
     gradients: dict[str, Tensor]
+    batch: Batch
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -51,38 +57,54 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def capture_step(compiled: Compiled, input_ids: Tensor | None = None, *, backward: bool = True) -> CapturedStep:
-    """Record and lift one step on ``input_ids`` [1, T].
+def capture_step(
+    compiled: Compiled,
+    input_ids: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    backward: bool = True,
+) -> CapturedStep:
+    """Record and lift one step on ``input_ids`` [B, S]; the graph does not depend on B and S.
 
-    The step's loss is Σ d_logprob · logprob with a fixed, non-uniform d_logprob, so that every token's gradient counts.
-    Gradients that the model held before are kept.
+    ``attention_mask`` [B, S] is 0 at padding, on either side.  ``position_ids`` [B, S] count within each sequence;
+    several sequences packed into one row are told apart by them.  By default positions count the tokens that are no
+    padding.
+
+    The step's loss is Σ d_logprob · logprob with a fixed, non-uniform d_logprob, so that every token's gradient counts
+    (padding excepted).  Gradients that the model held before are kept.
 
     Raises:
-        ValueError: more than one sequence, or a length that is also a dimension of a parameter.
+        ValueError: fewer than two tokens in all, or shapes that differ.
     """
     model = compiled.model
     if input_ids is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
         generator = torch.Generator().manual_seed(0)
         input_ids = torch.randint(0, vocabulary, (1, CAPTURE_LENGTH), generator=generator)
-    length = input_ids.shape[1]
-    dimensions = {size for p in model.parameters() for size in p.shape}
-    if input_ids.shape[0] != 1 or length in dimensions or length < 3:
-        raise ValueError(
-            f"capture needs one sequence whose length is no dimension of the model; got {tuple(input_ids.shape)}"
-        )
+    if input_ids.ndim != 2 or input_ids.numel() < 2:
+        raise ValueError(f"capture needs input_ids [B, S] of at least two tokens; got {tuple(input_ids.shape)}")
+    for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+        if given is not None and given.shape != input_ids.shape:
+            raise ValueError(
+                f"{name} is {tuple(given.shape)}; expected the shape of input_ids, {tuple(input_ids.shape)}"
+            )
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    weights = torch.linspace(-1.0, 1.0, input_ids.numel()).view(input_ids.shape)
     inputs = {
         "input_ids": input_ids,
-        "positions": torch.arange(length)[None],
+        "positions": (real.cumsum(1) - 1).clamp_min(0) if position_ids is None else position_ids,
         "targets": input_ids.roll(-1, 1),
-        "d_logprob": torch.linspace(-1.0, 1.0, length)[None],
+        "d_logprob": torch.where(real, weights, 0.0),
     }
+    options = {} if attention_mask is None else {"attention_mask": attention_mask}
+    sequences = Sequences.of(inputs["positions"], real)
     held = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     run = model if backward else torch.no_grad()(model)
     try:
         with recording(model, inputs) as recorder:
-            logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False).logits
+            logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False, **options).logits
             logprob = token_logprobs(logits, inputs["targets"])
             recorder.step.results |= {"logits": recorder.name_of(logits), "logprob": recorder.name_of(logprob)}
             if backward:
@@ -97,8 +119,30 @@ def capture_step(compiled: Compiled, input_ids: Tensor | None = None, *, backwar
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = held[name]
-    graph = lift_step(recorder.step, compiled, length)
-    return CapturedStep(graph, inputs, logits.detach(), logprob.detach(), gradients)
+    evidence, batch = _evidence(recorder, sequences)
+    lifting = _StepLifter(recorder.step, model, tuple(input_ids.shape), evidence, sequences.rows_are_sequences)
+    graph = lift_step(lifting, compiled)
+    return CapturedStep(graph, inputs, logits.detach(), logprob.detach(), gradients, batch)
+
+
+def _evidence(recorder: Recorder, sequences: Sequences) -> tuple[dict[str, SequenceStarts | SequenceMask], Batch]:
+    """By op name, the masks that the step gave to its regions and its attention, as their values prove them."""
+    tensors = recorder.live_tensors()
+    inputs = {op.name for op in recorder.step.ops if op.kind == "placeholder"}
+    found: dict[str, SequenceStarts | SequenceMask] = {}
+    first, masks = None, {}
+    readers = (op for op in recorder.step.ops if op.target.startswith("region.") or "attention" in op.target)
+    for name in dict.fromkeys(n for op in readers for n in (*references(op.args), *references(op.kwargs))):
+        if name not in tensors or name in inputs:
+            continue
+        fact = sequences.recognise(tensors[name])
+        if isinstance(fact, SequenceStarts):
+            first = tensors[name]
+        elif isinstance(fact, SequenceMask):
+            masks[fact.window] = tensors[name]
+        if fact is not None:
+            found[name] = fact
+    return found, Batch(sequences.starts.shape[0], first, masks)
 
 
 # ---------------------------------------------------------------------------------------------------------- lifting
@@ -107,25 +151,34 @@ def capture_step(compiled: Compiled, input_ids: Tensor | None = None, *, backwar
 class _StepLifter:
     """Lifts the outer trace; a region call in it lifts the region's own graph."""
 
-    def __init__(self, step: Step, model: torch.nn.Module, num_tokens: int) -> None:
+    def __init__(
+        self,
+        step: Step,
+        model: torch.nn.Module,
+        token_shape: tuple[int, ...],
+        evidence: Mapping[str, Any],
+        rows_are_sequences: bool,
+    ) -> None:
         self.step = step
+        self.evidence = evidence
         self.builder = TermBuilder()
         self.recorded: dict[int, list[Op]] = {}
         kinds = ("forward", "backward", "inference")
-        self.lifter = Lifter(self.builder, num_tokens, {f"region.{kind}": self._region for kind in kinds})
+        self.lifter = Lifter(self.builder, token_shape, {f"region.{kind}": self._region for kind in kinds})
+        self.lifter.rows_are_sequences = rows_are_sequences
         self.tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
     def run(self) -> dict[str, int]:
         """Terms of the step's results by name."""
         output = Op("output", "output", "output", (tuple(map(Ref, self.step.results.values())),))
         ops = [*self.step.ops, output]
-        bound = {op.name: self._leaf(op) for op in self.step.ops if op.kind == "placeholder"}
-        env = self.lifter.run(ops, bound)
+        live = live_names(ops, (), self.evidence)
+        leaves = {op.name: self._leaf(op) for op in self.step.ops if op.kind == "placeholder" and op.name in live}
+        env = self.lifter.run(ops, {**leaves, **self.evidence})
         layouts = self.lifter.layouts
         terms = {}
         for name, op_name in self.step.results.items():
-            value = env[op_name]
-            terms[name] = layouts.read(value) if self.builder.per_token(value.term) else value.term
+            terms[name] = layouts.read(env[op_name])
         for index, (k, v) in enumerate(self.lifter.keys_values):
             terms |= {f"k.{index}": k, f"v.{index}": v}
         return terms
@@ -160,9 +213,8 @@ class _StepLifter:
         return lifter.outputs(ops, env)
 
 
-def lift_step(step: Step, compiled: Compiled, num_tokens: int) -> PrecisionGraph:
+def lift_step(lifting: _StepLifter, compiled: Compiled) -> PrecisionGraph:
     """The precision graph of a recorded step, with everything the verifier needs to know in ``meta``."""
-    lifting = _StepLifter(step, compiled.model, num_tokens)
     outputs = lifting.run()
     _state_reasons(lifting.builder, compiled)
     graph = lifting.builder.graph("train", outputs, {})
@@ -195,8 +247,8 @@ def _meta(graph: PrecisionGraph, compiled: Compiled, lifter: Lifter) -> dict[str
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "compiler": "fx",
-        "capture": {"regions": len(compiled.regions), "num_tokens": lifter.layouts.num_tokens},
+        "compiler": compiled.codegen,
+        "capture": {"regions": len(compiled.regions), "token_shape": list(lifter.layouts.token_shape)},
         "parameters": {
             name: {
                 "digest": tensor_digest(tensors[name]),

@@ -93,6 +93,57 @@ def test_show_inspect_and_doctor(pair, tmp_path):
     assert "3840): ok" in text
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The config of a small Llama; no weights are needed to say what a policy makes of its linears."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2
+    ).save_pretrained(tmp_path)
+    return tmp_path / "config.json"
+
+
+def test_policy_show_names_the_rule_of_every_linear(config, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, text = run("policy", "show", "jet", "--model", config)
+    assert status == 0
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert "model.layers.0–2.mlp.down_proj     128 x 192  FP8 1x128 · 128x128     2" in text
+    assert "lm_head" in text
+    shown = json.loads(run("policy", "show", "jet", "--model", config.parent, "--json")[1])
+    assert len(shown["linears"]) == 3 * 7 + 1
+    decided = {row["name"]: row for row in shown["linears"]}
+    assert decided["lm_head"]["train"] == decided["lm_head"]["rollout"]
+    assert decided["lm_head"]["train"]["rule"] == 1
+    assert decided["lm_head"]["train"]["weight"] == "bf16"
+    assert decided["model.layers.1.mlp.up_proj"]["rollout"]["weight"].startswith("f8e4m3[128x128")
+    assert shown["misfit"] is None
+
+
+def test_policy_show_reads_files_and_refuses_what_does_not_fit(config, tmp_path):  # [N1, W13]
+    text = run("policy", "show", "bf16_train_fp8_rollout")[1]
+    assert "rules for training" in text
+    assert "rules for rollout" in text
+    shown = json.loads(run("policy", "show", "jet", "--json")[1])["policy"]
+    file = tmp_path / "mine.json"
+    for pattern, message in [
+        ("model.layers.0.mlp.gate", "nearest: model.layers.0.mlp.gate_proj"),
+        ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj: q_proj bf16"),
+    ]:
+        rules = [{"pattern": pattern, "fp8": None}, *shown["train"]]
+        file.write_text(json.dumps({**shown, "name": "mine", "train": rules}))
+        assert run("policy", "show", file)[0] == 0
+        status, text = run("policy", "show", file, "--model", config)
+        assert status == 2
+        assert message in text
+    file.write_text("{}")
+    assert run("policy", "show", file) == (2, f"error: policy {file}: name is missing\n")
+    assert run("policy", "show", "nope")[0] == 2
+    assert run("policy", "show", "jet", "--model", tmp_path / "nowhere")[0] == 2
+
+
 def test_help_names_every_arrow():
     text = run("--help")[1]
     for command in (
@@ -105,6 +156,7 @@ def test_help_names_every_arrow():
         "check",
         "show",
         "diverge",
+        "policy",
         "doctor",
     ):
         assert command in text

@@ -4,7 +4,8 @@ The declaration is the checkpoint's ``quantization_config``, written by `jetgrap
 
     {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
      "modules_to_not_convert": ["lm_head"],
-     "jetgraph": {"policy": "jet", "ops": "exact", "activation": "<Precision>", "weight": "<Precision>"}}
+     "jetgraph": {"policy": "jet", "ops": "exact", "activation": "<Precision>", "weight": "<Precision>",
+                  "rules": {<the whole policy, Policy.to_plain>}}}
 
 A checkpoint without FP8 weights (policy bf16) declares ``"quant_method": "jetgraph"`` and both precisions ``bf16``.
 ``ops: exact`` means the trainer's formulas everywhere; ``ops: stock`` keeps our linears and leaves vLLM's own norm,
@@ -69,6 +70,11 @@ class Declaration:
             raise ValueError(f"{pair}: an FP8 weight needs an FP8 activation, both with scales")
         block = self.weight.scale.granularity
         group = self.activation.scale.granularity
+        if group.rows != 1:
+            raise ValueError(
+                f"{pair}: activation scales shared by rows make a token's result depend on the other tokens of the "
+                f"call (JG019), so policy {self.policy!r} is not served: export with another one, such as jet"
+            )
         if block.rows is None or block.cols is None or group != Granularity.per_group(block.cols):
             raise ValueError(f"{pair}: expected activation groups 1xG and weight blocks RxG of the same G")
         if self.weight.scale.format is not Format.F32 or self.activation.scale.format is not Format.F32:

@@ -23,15 +23,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import jetgraph.lift_all  # noqa: F401  (registers the expansions)
 from jetgraph.digest import tensor_digest
+from jetgraph.export import declared_policy
 from jetgraph.graph import PrecisionGraph
 from jetgraph.interpret import Quantized, interpret
 from jetgraph.layout import Value
 from jetgraph.lift import HANDLERS, Frame, Lifter, LiftError, QuantizedHalf, only, refuse_unless, with_defaults
-from jetgraph.lift_gemm import gemm
-from jetgraph.lift_model import attention, attention_attrs
+from jetgraph.lift_attention import attention, attention_attrs
+from jetgraph.lift_gemm import gemm, with_bias
 from jetgraph.lowering import reference
 from jetgraph.normal_form import TermBuilder
-from jetgraph.policy import get_policy
 from jetgraph.precision import BF16, Format, Precision
 from jetgraph.record import Op, evaluate_size
 from jetgraph_vllm.capture_format import CapturedGraph, EngineCapture, GraphInput, LinearPart
@@ -47,7 +47,7 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A live tensor that holds one or several checkpoint weights: ``part`` says codes, scales or a BF16 weight."""
+    """A live tensor that holds one or several checkpoint weights; ``kind`` is codes, scale, weight (BF16) or bias."""
 
     module: str
     kind: str
@@ -94,6 +94,7 @@ class _EngineLifter:
                 "aten.slice": self._slice,
                 "aten.t": self._t,
                 "aten.mm": self._mm,
+                "aten.addmm": self._mm,
                 "aten.index_select": self._index_select,
                 "jetgraph.fp8_gemm": self._fp8_gemm,
                 "jetgraph.row_tile_gemm": self._row_tile_gemm,
@@ -107,6 +108,7 @@ class _EngineLifter:
         self.leaves: dict[str, torch.Tensor | Quantized] = {}
         self.operands: dict[str, dict[str, str]] = {}
         self.declared = capture.config.get("quantization_config", {}).get("jetgraph", {})
+        self.policy = declared_policy(self.declared)
         self.tables: dict[str, Value | None] = {}
 
     # ---------------------------------------------------------------------------------------------------- the path
@@ -170,18 +172,22 @@ class _EngineLifter:
         module, _, leaf = given.fqn.rpartition(".")
         if given.fqn.endswith("cos_sin_cache"):
             return RotaryTable(given.fqn)
-        if module in self.capture.linears and leaf in ("weight", "weight_scale_inv"):
-            fp8 = given.dtype == "float8_e4m3fn"
-            return Stored(module, "scale" if leaf == "weight_scale_inv" else "codes" if fp8 else "weight")
+        if module in self.capture.linears and leaf in ("weight", "weight_scale_inv", "bias"):
+            weight = "codes" if given.dtype == "float8_e4m3fn" else "weight"
+            return Stored(module, {"weight": weight, "weight_scale_inv": "scale", "bias": "bias"}[leaf])
         name = self.capture.aliases.get(given.fqn, given.fqn)
         self.leaves[name] = self.capture.tensors[name]
         assert given.shape is not None
         return self.lifter.parameter(name, given.shape, given.dtype)
 
     def _part_value(self, stored: Stored, part: LinearPart) -> Any:
-        """One checkpoint weight inside a live tensor: half of a quantised operand, or a BF16 parameter."""
-        name = f"{part.name}.weight"
+        """One checkpoint weight inside a live tensor: half of a quantised operand, or a BF16 weight or bias."""
         rows = slice(*part.rows)
+        if stored.kind == "bias":
+            name = f"{part.name}.bias"
+            self.leaves[name] = self.capture.tensors[f"{stored.module}.bias"][rows]
+            return self.lifter.parameter(name, tuple(self.leaves[name].shape), "bfloat16")
+        name = f"{part.name}.weight"
         live = self.capture.tensors[f"{stored.module}.weight"][rows]
         if stored.kind == "weight":
             self.leaves[name] = live
@@ -231,29 +237,32 @@ class _EngineLifter:
             self.builder.where = replace(self.builder.where, fqn=fqn)
 
     def _fp8_gemm(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        args = (*args[:2], self._whole(args[2]), self._whole(args[3]), *args[4:])
+        args = (*args[:2], *map(self._whole, args[2:5]), *args[5:])
         self._at(self.part_of_term.get(args[2].term))
         return HANDLERS["jetgraph.fp8_gemm"](lift, frame, op, args, kwargs)
 
     def _row_tile_gemm(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        args = (args[0], self._whole(args[1]))
+        args = (args[0], *map(self._whole, args[1:]))
         self._at(self.part_of_term.get(args[1].term, "lm_head" if "logits" in self.builder.where.fqn else None))
         return HANDLERS["jetgraph.row_tile_gemm"](lift, frame, op, args, kwargs)
 
     def _mm(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        """x @ merged.T is one GEMM per checkpoint weight, joined: BF16 weights have no block grid to straddle."""
-        x, weight = args
+        """x @ merged.T (+ bias) is one GEMM per checkpoint weight, joined: BF16 weights have no grid to straddle."""
+        bias, x, weight = (None, *args)[-3:]
         if not isinstance(weight, Stored):
             self._at("lm_head" if "logits" in self.builder.where.fqn or "lm_head" in self.builder.where.fqn else None)
-            return HANDLERS["aten.mm"](lift, frame, op, args, kwargs)
+            return HANDLERS["aten.mm" if bias is None else "aten.addmm"](lift, frame, op, args, kwargs)
         only(kwargs)
+        refuse_unless(bias is None or bias == Stored(weight.module, "bias"), "the bias of another linear")
         refuse_unless(weight.transposed and weight.kind == "weight", "a merged weight multiplied from the left")
         self.builder.rules["merged weight is its linears"] += len(self.capture.linears[weight.module]) > 1
         outs = []
         for part in self.capture.linears[weight.module]:
             self._at(part.name)
             parameter = self._part_value(weight, part)
-            outs.append(lift.rounded(gemm(lift, lift.layouts.read(x), parameter.term, "nt", "aten::mm"), op))
+            kernel = "aten::mm" if bias is None else "aten::addmm"
+            product = gemm(lift, lift.layouts.read(x), parameter.term, "nt", kernel)
+            outs.append(with_bias(lift, op, product, None if bias is None else self._part_value(bias, part)))
         return lift.layouts.cat(outs, 1) if len(outs) > 1 else outs[0]
 
     # -------------------------------------------------------------------------------------------- cache, attention
@@ -282,8 +291,14 @@ class _EngineLifter:
         only({key: value for key, value in kwargs.items() if key not in used})
         live = self.attention[layer]
         refuse_unless(live.kv_cache_dtype == "auto", f"{layer}: KV cache in {live.kv_cache_dtype}")
-        attrs = attention_attrs(live.num_heads, live.num_kv_heads, live.head_size, live.scale)
-        attrs |= {"window": live.sliding_window or 0, "softcap": live.logits_soft_cap or 0.0}
+        attrs = attention_attrs(
+            live.num_heads,
+            live.num_kv_heads,
+            live.head_size,
+            live.scale,
+            window=live.sliding_window or 0,
+            softcap=live.logits_soft_cap or 0.0,
+        )
         self._at(live.fqn.removesuffix(".attn"))
         term = attention(lift, (q, k, v), attrs, KERNELS.get(live.impl, live.impl))
         return lift.layouts.view(lift.layouts.token_matrix(term), lift.layouts.shape(kwargs["query"]))
@@ -359,24 +374,22 @@ class _EngineLifter:
     # ---------------------------------------------------------------------------------------------------------- meta
 
     def _state_reasons(self) -> None:
-        policy = self.declared.get("policy")
-        if not policy:
+        if not self.declared:
             return
         for index, node in enumerate(self.builder.nodes):
             if node.op == "gemm" and node.fqn:
-                reason = get_policy(policy).linear(node.fqn, rollout=True).reason
+                reason = self.policy.linear(node.fqn, rollout=True).reason
                 for i in (index, *(j for j in node.inputs if self.builder.nodes[j].op == "quantize")):
                     self.builder.nodes[i] = replace(self.builder.nodes[i], reason=reason)
 
     def _meta(self, graph: PrecisionGraph) -> dict[str, Any]:
         parameters = {str(n.attr("name")): n for n in graph.nodes if n.op == "parameter"}
-        policy = get_policy(self.declared.get("policy", "bf16"))
         linears = [p.name for parts in self.capture.linears.values() for p in parts]
-        scope = {name: policy.linear(name, rollout=True) for name in dict.fromkeys([*linears, "lm_head"])}
+        scope = {name: self.policy.linear(name, rollout=True) for name in dict.fromkeys([*linears, "lm_head"])}
         return {
             "side": "infer",
             "model": self.capture.config["architectures"][0],
-            "policy": policy.name,
+            "policy": self.policy.name,
             "provider": self.declared.get("ops", "stock"),
             "device": "cpu",
             "versions": {

@@ -73,7 +73,7 @@ class Fp8BlockLinearMethod(LinearMethodBase):
 
 
 class RowTileLinearMethod(LinearMethodBase):
-    """x [T, K] bf16 @ weight [N, K].T per part, row-invariant; a bias is added after the rounding."""
+    """x [T, K] bf16 @ weight [N, K].T per part, row-invariant; a bias is added in FP32, before the one rounding."""
 
     weight_precision = BF16
 
@@ -104,9 +104,12 @@ class RowTileLinearMethod(LinearMethodBase):
             reference.pin_weight(layer.weight.data[slice(*part.rows)])
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        outs = [torch.ops.jetgraph.row_tile_gemm(x, layer.weight[part.rows[0] : part.rows[1]]) for part in self.parts]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-        return out if bias is None else out + bias
+        outs = []
+        for part in self.parts:
+            start, stop = part.rows
+            part_bias = None if bias is None else bias[start:stop]
+            outs.append(torch.ops.jetgraph.row_tile_gemm(x, layer.weight[start:stop], part_bias))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
 class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -117,8 +120,7 @@ class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
         reference.pin_weight(layer.weight.data)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.ops.jetgraph.row_tile_gemm(x, layer.weight)
-        return out if bias is None else out + bias
+        return torch.ops.jetgraph.row_tile_gemm(x, layer.weight, bias)
 
 
 def add_parameter(layer: torch.nn.Module, name: str, data: Tensor, loader: PartLoader) -> None:

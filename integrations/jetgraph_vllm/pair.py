@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetgraph.attest import Attestation
 from jetgraph.engines import EngineRun, RolloutPlan
 from jetgraph.scoring import Rollout
 
@@ -39,10 +40,16 @@ class VllmEngine:
         with tempfile.TemporaryDirectory() as folder:
             job_file, results_file = Path(folder, "job.json"), Path(folder, "results.json")
             job_file.write_text(json.dumps(self._job(model_dir, graph, plans, results_file)))
-            self._subprocess(job_file, say)
+            self._subprocess("jetgraph_vllm", job_file, say)
             results = json.loads(results_file.read_text())
         rollouts = {plan.name: _rollouts(results["steps"][plan.name]) for plan in plans}
         return EngineRun(results["engine"]["start_seconds"], graph, rollouts)
+
+    def attest(self, *, say: Callable[[str], None] = print) -> Attestation:
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder, "attestation.json")
+            self._subprocess("jetgraph_vllm.attest", found, say)
+            return Attestation.parse(found.read_text())
 
     def _job(self, model_dir: Path, graph: Path | None, plans: Sequence[RolloutPlan], results: Path) -> dict[str, Any]:
         longest = max((len(p) + plan.max_tokens for plan in plans for p in plan.prompts), default=0)
@@ -70,10 +77,10 @@ class VllmEngine:
         }
         return {"engine": options, "results": str(results), "steps": steps}
 
-    def _subprocess(self, job: Path, say: Callable[[str], None]) -> None:
+    def _subprocess(self, module: str, argument: Path, say: Callable[[str], None]) -> None:
         environment = {**SHARING_CORES, **os.environ, "JETGRAPH_PLAIN_LINEAR": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "jetgraph_vllm", str(job)],
+            [sys.executable, "-m", module, str(argument)],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

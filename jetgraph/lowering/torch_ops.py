@@ -91,60 +91,79 @@ def _(a, a_scale, b, b_scale, bias, b_rows, group):
 
 
 @torch.library.custom_op("jetgraph::row_tile_gemm", mutates_args=())
-def row_tile_gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """BF16 x [..., K] @ weight [N, K].T, row-invariant."""
-    return reference.row_tile_gemm(x, weight)
+def row_tile_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """BF16 x [..., K] @ weight [N, K].T (+ bias [N]), row-invariant, accumulated in FP32 and rounded once."""
+    return reference.row_tile_gemm(x, weight, bias)
 
 
 @row_tile_gemm.register_fake
-def _(x, weight):
+def _(x, weight, bias=None):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _save_linear(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _linear_gradient(ctx, grad):
     """Plain FP32 GEMMs, each rounded once: a rollout computes no gradients, so their rows may depend on each other."""
     x, weight = ctx.saved_tensors
-    flat = grad.reshape(-1, grad.shape[-1]).float()
+    need_x, need_weight, need_bias = (*ctx.needs_input_grad, False)[:3]
+    flat = grad.reshape(-1, grad.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
-    d_weight = (flat.t() @ rows.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    return (flat @ weight.float()).to(x.dtype).view(x.shape), d_weight
+    d_x = (flat.float() @ weight.float()).to(x.dtype).view(x.shape) if need_x else None
+    d_weight = (flat.float().t() @ rows.float()).to(weight.dtype) if need_weight else None
+    return d_x, d_weight, flat.sum(0) if need_bias else None
 
 
 row_tile_gemm.register_autograd(_linear_gradient, setup_context=_save_linear)
 
 
 @torch.library.custom_op("jetgraph::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention, q [B, H, n, D], k and v [B, Hkv, L, D] → [B, n, H, D]."""
-    return reference.attention(q, k, v, scale)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, first: Tensor | None = None
+) -> Tensor:
+    """q [B, H, n, D], k and v [B, Hkv, L, D], first [B, n] → [B, n, H, D]; the masks are `reference.attention`'s."""
+    return reference.attention(q, k, v, scale, window, softcap, first)
 
 
 @attention.register_fake
-def _(q, k, v, scale):
+def _(q, k, v, scale, window=0, softcap=0.0, first=None):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
 
 
 @torch.library.custom_op("jetgraph::attention_backward", mutates_args=())
-def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.attention_backward(grad, q, k, v, scale)
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.attention_backward(grad, q, k, v, scale, window, softcap, first)
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, scale):
+def _(grad, q, k, v, scale, window=0, softcap=0.0, first=None):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save_attention(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.scale = inputs[3]
+    *qkv, scale, window, softcap, first = inputs
+    ctx.save_for_backward(*qkv, first)
+    ctx.options = scale, window, softcap
 
 
 def _attention_gradient(ctx, grad):
-    return (*torch.ops.jetgraph.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
+    *qkv, first = ctx.saved_tensors
+    grads = torch.ops.jetgraph.attention_backward(grad, *qkv, *ctx.options, first)
+    return (*grads, None, None, None, None)
 
 
 attention.register_autograd(_attention_gradient, setup_context=_save_attention)
+
+
+import jetgraph.lowering.cuda_ops  # noqa: E402, F401  (how the operators above run on a GPU; it needs them defined)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from jetgraph.fx_record import module_fqn, record_value, target_name
+from jetgraph.fx_record import module_fqn, record_value, relative_fqn, target_name
 from jetgraph.passes.edit import VIEWS
-from jetgraph.passes.linears import relative_fqn
 from jetgraph.record import TensorSpec
 
 BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "float64": 8, "bool": 1}

@@ -2,11 +2,8 @@
 
 from jetgraph.policy import BLOCK_LINEARS, FP8Recipe, Policy, Rule
 
-_RULES = (Rule("lm_head", None), Rule(BLOCK_LINEARS, FP8Recipe()))
-
 POLICY = Policy(
     name="jet",
     description="FP8 e4m3, activations and gradients 1x128, weights 128x128, in training and rollout",
-    train=_RULES,
-    rollout=_RULES,
+    train=(Rule("lm_head", None, optional=True), Rule(BLOCK_LINEARS, FP8Recipe())),
 )

@@ -5,16 +5,22 @@ Made from what the finder returns; believed only after `checker.check` has follo
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-VERSION = 1
+from jetgraph import bounded_json
+
+if TYPE_CHECKING:
+    from jetgraph.verify import checker
+
+VERSION = 2
 
 
-def _checker() -> ModuleType:
+def the_checker() -> ModuleType:
     """Imported late: `python -m jetgraph.verify.checker` must not find itself imported by its package already."""
     from jetgraph.verify import checker
 
@@ -25,11 +31,21 @@ class CertificateError(ValueError):
     """A file that should hold a certificate does not, or what it certifies does not hold."""
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What the checker refuses is an error of the certificate."""
+    try:
+        yield
+    except the_checker().Refused as reason:
+        raise CertificateError(str(reason)) from reason
+
+
 @dataclass(frozen=True)
 class Certificate:
     """``phi[i]`` is the train node of infer node i, None where no observable needs it.
 
     ``graphs`` has, per side, the graph's name, the sha256 of its file and its semantic and execution digests;
+    ``verdict`` is CONTAINED, or CONTAINED modulo what qualified rules name, such as reduction order (JG016);
     ``weights`` is the digest of the weight manifest of both sides, ``capture`` that of the capture settings.
     """
 
@@ -48,23 +64,36 @@ class Certificate:
     capture: str
 
     @classmethod
-    def of(cls, train: bytes, infer: bytes, phi: tuple[int | None, ...], *, bitwise: bool) -> Certificate:
-        """The certificate of two graph files, given as their bytes."""
-        checker = _checker()
-        graphs = [checker.Graph(json.loads(data), side) for data, side in ((train, "train"), (infer, "infer"))]
-        stated, named = checker.facts(*graphs)
-        live = set(graphs[1].live())
-        for side, data in (("train", train), ("infer", infer)):
-            named[side]["file"] = checker.sha(data)
+    def of(
+        cls,
+        train: checker.Graph,
+        infer: checker.Graph,
+        phi: tuple[int | None, ...],
+        *,
+        bitwise: bool,
+        modulo: Sequence[str] = (),
+    ) -> Certificate:
+        """The certificate of two graphs as the checker reads them, if it holds.
+
+        Raises:
+            CertificateError: with the checker's reason, if it does not.
+        """
+        checker = the_checker()
+        live = set(infer.live)
         kept = tuple(image if i in live else None for i, image in enumerate(phi))
-        return cls("CONTAINED", bitwise, named, {"T": "T"}, kept, **stated)
+        verdict = "CONTAINED" + (f" modulo {' and '.join(modulo)}" if modulo else "")
+        stated = checker.facts(train, infer)
+        certificate = cls(verdict, bitwise, sigma={"T": "T"}, phi=kept, **stated)
+        with refusals():
+            checker.holds(certificate._body(), train, infer, stated)
+        return certificate
 
     @property
     def digest(self) -> str:
-        return _checker().sha(self._body())
+        return the_checker().sha(self._body())
 
     def to_bytes(self) -> bytes:
-        return _checker().canonical(self._body() | {"digest": self.digest})
+        return the_checker().canonical(self._body() | {"digest": self.digest})
 
     def save(self, path: str | Path) -> Path:
         path = Path(path)
@@ -79,7 +108,7 @@ class Certificate:
             CertificateError: the file cannot be read or is no certificate of this version.
         """
         try:
-            data = json.loads(Path(path).read_bytes())
+            data = bounded_json.parse(bounded_json.read_bytes(path))
             if data.pop("jetgraph_certificate") != VERSION:
                 raise CertificateError(
                     f"{path}: expected a certificate of version {VERSION}; make it again with verify"
@@ -100,11 +129,9 @@ class Certificate:
         Raises:
             CertificateError: with the checker's reason, if it does not hold.
         """
-        checker = _checker()
-        try:
-            checker.check(self.to_bytes(), train, infer)
-        except checker.Refused as reason:
-            raise CertificateError(str(reason)) from reason
+        with refusals():
+            the_checker().check(self.to_bytes(), train, infer)
 
     def _body(self) -> dict[str, Any]:
-        return {"jetgraph_certificate": VERSION, **asdict(self), "phi": list(self.phi)}
+        stated = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"jetgraph_certificate": VERSION, **stated, "phi": list(self.phi)}

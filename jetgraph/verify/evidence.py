@@ -41,8 +41,10 @@ def _unknown(side: str, forward: Forward) -> Iterator[Fault]:
         node = forward.nodes[index]
         if node.op == "unknown":
             yield on(side, forward.graph, index, "JG090", "an op of the vocabulary", str(node.attr("name")))
-        if node.op == "attention" and node.attr("mask") == "unknown":
-            yield on(side, forward.graph, index, "JG091", f"the class of the {side} mask", "mask unknown")
+        if node.op not in ("attention", "route"):
+            continue
+        for name in (n for n, value in node.attrs if value == "unknown"):
+            yield on(side, forward.graph, index, "JG091", f"{name} of the {side}'s {node.op}", f"{name} unknown")
 
 
 def _dead(side: str, forward: Forward) -> Iterator[Fault]:
@@ -75,9 +77,18 @@ def _observables(infer: Forward) -> Iterator[Fault]:
 def _row_coupling(infer: Forward) -> Iterator[Fault]:
     for index in infer.live:
         node = infer.nodes[index]
+        shape = node.type.shape
+        if node.op in UNCONDITIONAL and len(shape) == 2 and shape[0] == "T" and shape[1] != "T":
+            continue
         reason = coupling(node, [infer.nodes[i] for i in node.inputs])
         if reason:
             yield at("JG019", reason[0], reason[1], infer=(infer.graph, index))
+
+
+UNCONDITIONAL = frozenset(op for op, spec in OPS.items() if spec.row_local) - {
+    "gemm", "row_parallel_gemm", "attention", "route", "quantize",
+}  # fmt: skip
+"""Ops that couple no tokens if their result has one row a token; for the others `coupling` looks closer."""
 
 
 def coupling(node: Node, inputs: list[Node]) -> tuple[str, str] | None:
@@ -94,6 +105,8 @@ def coupling(node: Node, inputs: list[Node]) -> tuple[str, str] | None:
         return "a contraction over features", f"{node.attr('contraction')} over tokens"
     if node.op == "attention" and node.attr("mask") not in ("causal", "unknown"):
         return "mask 'causal'", f"mask {node.attr('mask')!r}"
+    if node.op == "route" and node.attr("capacity") is not None:
+        return "experts without a capacity limit", f"capacity {node.attr('capacity')}: other tokens may fill an expert"
     scale = node.type.precision.scale
     if node.op == "quantize" and "T" in shape and scale and scale.dynamic and scale.granularity.rows != 1:
         return "a scale for each token (1 x n blocks)", f"blocks of {scale.granularity} share a scale across tokens"
@@ -157,7 +170,7 @@ def bitwise(train: Forward, infer: Forward, phi: tuple[int | None, ...]) -> list
         faults.append(Fault("JG015", "machine", "", places[0], places[1]))
     for index in infer.live:
         node, image = infer.nodes[index], phi[index]
-        if OPS[node.op].leaf or image is None:
+        if OPS[node.op].leaf or image is None or train.nodes[image].op != node.op:  # another op: split sums, JG016
             continue
         other = train.nodes[image]
         e, g = other.kernel, node.kernel
@@ -173,8 +186,8 @@ def bitwise(train: Forward, infer: Forward, phi: tuple[int | None, ...]) -> list
     return faults
 
 
-PRECISION_RULES = frozenset({"JG001", "JG002", "JG003", "JG004", "JG005", "JG008", "JG009", "JG010", "JG014", "JG017"})
-WEIGHT_RULES = PRECISION_RULES - {"JG008", "JG010"} | {"JG011", "JG012", "JG013"}
+PRECISION_RULES = {"JG001", "JG002", "JG003", "JG004", "JG005", "JG008", "JG009", "JG010", "JG014", "JG017", "JG022"}
+WEIGHT_RULES = PRECISION_RULES - {"JG008", "JG010"} | {"JG006", "JG007", "JG011", "JG012", "JG013"}
 
 
 def explain_away(faults: list[Fault], found: tuple[Fault, ...], train: Forward, infer: Forward) -> list[Fault]:

@@ -27,6 +27,9 @@ from jetgraph.verify.fault import Fault, at, words
 from jetgraph.verify.forward import Forward
 from jetgraph.verify.terms import CARRIES_PRECISION, Terms
 
+ROUTING_OPS = frozenset({"route", "combine"})
+ROUTING_RULES = frozenset({"JG001", "JG002", "JG003", "JG004", "JG005", "JG009", "JG010", "JG011", "JG014"})
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -344,12 +347,31 @@ class _Finder:
     def report_operand(self, index: int, found: int, expected: int, producer: int) -> None:
         if producer in self.opaque or self.train.nodes[expected].op == "unknown":
             return
+        if producer not in self.told and self.reports_other_weight(expected, producer):
+            self.told.add(producer)
+            return
         rule, related = self.operand_rule(index, expected, producer)
         self.told.add(producer)
         e, g = words(self.train.graph, expected), words(self.infer.graph, producer)
         self.report_at(rule, index, found, e, g)
         if related:
             self.add_image(producer, expected)
+
+    def reports_other_weight(self, expected: int, producer: int) -> bool:
+        """Whether the two are the GEMMs of one module on two parameters: the module was loaded with another's weight.
+
+        Such a GEMM is a term of training's too, another module's, so only what reads it misses.
+        """
+        train, infer = self.train.graph, self.infer.graph
+        theirs, ours = classify.stripped(train, expected), classify.stripped(infer, producer)
+        t, i = train.nodes[theirs], infer.nodes[ours]
+        if (t.op, i.op) != ("gemm", "gemm") or not t.fqn or t.fqn != i.fqn:
+            return False
+        rule = classify.leaf_rule(classify.origin(train, t.inputs[1]), classify.origin(infer, i.inputs[1]))
+        if rule != "JG013":
+            return False
+        self.report_at(rule, ours, theirs, words(train, t.inputs[1]), words(infer, i.inputs[1]))
+        return True
 
     def operand_rule(self, index: int, expected: int, producer: int) -> tuple[str, bool]:
         """The rule, and whether the two operands are the same value but for a missing or extra op."""
@@ -432,10 +454,26 @@ class _Finder:
         self.report(at(rule, expected, got, train=train, infer=(self.infer.graph, index)))
 
     def report(self, fault: Fault) -> None:
-        """Beyond the logits every difference of operation is one of the observable chain."""
+        """At a router every difference of operation or precision is one of routing; beyond the logits, of the chain."""
+        if fault.infer in self.routing and fault.rule in ROUTING_RULES:
+            fault = fault.as_rule("JG022")
         if fault.infer in self.beyond_logits and fault.rule in ("JG001", "JG004", "JG011", "JG012"):
             fault = fault.as_rule("JG020")
         self.faults.append(fault)
+
+    @cached_property
+    def routing(self) -> set[int]:
+        """Engine nodes that only choose experts: `route`, `combine`, and the router up to its GEMM's operands."""
+        nodes = self.infer.nodes
+        found = {i for i in self.infer.live if nodes[i].op in ROUTING_OPS}
+        stack = [a for i in found if nodes[i].op == "route" for a in nodes[i].inputs]
+        while stack:
+            index = stack.pop()
+            if nodes[index].op in REPRESENTATION or nodes[index].op == "gemm":
+                found.add(index)
+                inner = [a for a in nodes[index].inputs if nodes[a].op in REPRESENTATION or nodes[index].op != "gemm"]
+                stack += [a for a in inner if found.issuperset(self.infer.users[a])]
+        return found
 
     @cached_property
     def beyond_logits(self) -> set[int]:

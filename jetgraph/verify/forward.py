@@ -15,7 +15,7 @@ class Forward:
 
     graph: PrecisionGraph
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[Node, ...]:
         return self.graph.nodes
 
@@ -29,7 +29,15 @@ class Forward:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Indices that some observable needs, in topological order."""
-        return tuple(sorted(self.ancestors(self.observables.values())))
+        nodes = self.nodes
+        needed = bytearray(len(nodes))
+        for index in self.observables.values():
+            needed[index] = 1
+        for index in range(len(nodes) - 1, -1, -1):
+            if needed[index]:
+                for producer in nodes[index].inputs:
+                    needed[producer] = 1
+        return tuple(index for index, flag in enumerate(needed) if flag)
 
     @cached_property
     def users(self) -> dict[int, list[int]]:

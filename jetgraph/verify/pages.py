@@ -10,14 +10,15 @@ from jetgraph.verify.rules import RULES, Rule, Severity, Stage
 _VERDICT = {
     Severity.VIOLATION: "VIOLATED (exit status 1)",
     Severity.UNKNOWN: "UNKNOWN (exit status 3)",
-    Severity.BITWISE: "CONTAINED, but `bitwise: false`",
+    Severity.QUALIFIED: "CONTAINED modulo {modulo} (exit status 0), `bitwise: false`",
+    Severity.BITWISE: "CONTAINED (exit status 0), but `bitwise: false`",
 }
 _STAGE = {
     Stage.FINDER: "the finder, by comparing terms",
     Stage.CONFORMANCE: "conformance to the policy, on each side",
     Stage.EVIDENCE: "the evidence that comes with the graphs",
-    Stage.LIFTER: "the lifter, before a graph exists; the verifier has no detector of its own",
-    Stage.NOT_YET: "nobody yet: the id is reserved",
+    Stage.REDUCTION: "the finder, by comparing how each matrix product is added up",
+    Stage.DECLARED: "what the graphs declare beside their nodes, decided in integers",
 }
 
 
@@ -26,9 +27,11 @@ def page(rule: Rule) -> str:
     change = rule.remedy.format(**names)
     return (
         f"# {rule.id} {rule.title}\n\n{rule.meaning}\n\n"
-        f"**Verdict:** {_VERDICT[rule.severity]}. **Found by:** {_STAGE[rule.stage]}.\n\n"
+        f"**Verdict:** {_VERDICT[rule.severity].format(modulo=rule.modulo)}. **Found by:** {_STAGE[rule.stage]}. "
+        f"**Meaning:** [spec](../spec.md) §{rule.spec}.\n\n"
         f"## Example\n\n{rule.example}\n\n"
-        f"## What to change\n\n{change[0].upper()}{change[1:]}.\n"
+        f"## What to change\n\n{change[0].upper()}{change[1:]}.\n\n"
+        f"A graph that breaks this rule and one that just does not: `tests/refutations/{rule.id}_*.py`.\n"
     )
 
 

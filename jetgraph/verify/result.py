@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jetgraph.verify.fault import Fault
 from jetgraph.verify.fold import Folded, fold
 from jetgraph.verify.rules import RULES, Severity
+from jetgraph.verify.weights import Weights
 
 if TYPE_CHECKING:
     from jetgraph.verify.certificate import Certificate
@@ -51,6 +52,7 @@ class Result:
     faults: tuple[Fault, ...]
     guards: tuple[str, ...] = ()
     certificate: Certificate | None = None
+    weights: Weights = Weights()
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -61,6 +63,12 @@ class Result:
         return self.verdict is Verdict.CONTAINED and not self.faults
 
     @cached_property
+    def modulo(self) -> tuple[str, ...]:
+        """What containment holds modulo; () if it holds as it stands or not at all."""
+        qualified = {RULES[fault.rule].modulo for fault in self.faults} - {""}
+        return tuple(sorted(qualified)) if self.verdict is Verdict.CONTAINED else ()
+
+    @cached_property
     def folded(self) -> tuple[Folded, ...]:
         return fold(self.faults)
 
@@ -68,20 +76,30 @@ class Result:
     def exit_status(self) -> int:
         return self.verdict.exit_status
 
-    def text(self) -> str:
-        """A short report for people; violations come first."""
+    def by_severity(self) -> list[Folded]:
+        """The folded faults, violations first."""
+        order = list(Severity)
+        return sorted(self.folded, key=lambda f: order.index(f.first.severity))
+
+    def headline(self) -> str:
+        """The verdict in one line."""
         head = f"{self.verdict}: infer {self.infer!r} ⊑ train {self.train!r}"
         if self.verdict is Verdict.CONTAINED:
+            head += f" modulo {' and '.join(self.modulo)}" if self.modulo else ""
             head += ", bitwise" if self.bitwise else ", not bitwise: one precision flow on kernels that may differ"
         if self.faults:
             head += f"  ({_count(len(self.faults), 'fault')} in {_count(len(self.folded), 'line')})"
-        order = list(Severity)
-        folded = sorted(self.folded, key=lambda f: order.index(f.first.severity))
-        lines = [head, *(line for f in folded[:MAX_LINES] for line in _lines(f))]
+        return head
+
+    def text(self) -> str:
+        """A short report for people; violations come first."""
+        folded = self.by_severity()
+        lines = [self.headline(), *(line for f in folded[:MAX_LINES] for line in _lines(f))]
         if len(folded) > MAX_LINES:
             lines.append(f"… and {len(folded) - MAX_LINES} more lines; the JSON report has all")
         if self.verdict is Verdict.CONTAINED and self.guards:
             lines.append("holds under: " + "; ".join(self.guards))
+        lines.append(self.weights.text())
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -92,6 +110,7 @@ class Result:
         ]
         report = {"verdict": str(self.verdict), "bitwise": self.bitwise, "exit_status": self.exit_status}
         report |= {"train": self.train, "infer": self.infer, "guards": list(self.guards), "folded": folded}
+        report["weights"] = self.weights.to_dict()
         return json.dumps(report | {"faults": [f.to_dict() for f in self.faults]}, ensure_ascii=False, indent=1) + "\n"
 
 

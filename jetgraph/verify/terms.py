@@ -1,7 +1,7 @@
 """The trainer's terms in tables of exact keys: what makes containment a look-up and finding a partner cheap.
 
-A key is (op, images of the inputs, attributes, type).  Interned with it, equal terms are equal keys, so walking the
-engine's nodes in order decides term inclusion in O(V + E).
+A key is the number of (op, attributes, type) and the images of the inputs.  Interned with it, equal terms are equal
+keys, so walking the engine's nodes in order decides term inclusion in O(V + E).
 """
 
 from __future__ import annotations
@@ -27,14 +27,29 @@ class Terms:
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
         self.nodes = forward.nodes
-        self._table: dict[tuple, int] = {}
+        self._numbers: dict[tuple, int] = {}
+        self._known: dict[tuple[str, int, int], tuple[int, Node]] = {}
+        self._table: dict[tuple[int, ...], int] = {}
         for index in forward.live:
             node = self.nodes[index]
-            self._table[_key(node, node.inputs)] = index
+            ports = sorted(node.inputs) if node.op in COMMUTATIVE else node.inputs
+            self._table[(self._number(node), *ports)] = index
 
     def find(self, node: Node, inputs: Sequence[int]) -> int | None:
         """The trainer's node with this node's meaning over ``inputs``, which are the trainer's."""
-        return self._table.get(_key(node, inputs))
+        known = self._known.get((node.op, id(node.attrs), id(node.type)))
+        number = self._number(node) if known is None else known[0]
+        return self._table.get((number, *(sorted(inputs) if node.op in COMMUTATIVE else inputs)))
+
+    def _number(self, node: Node) -> int:
+        """Equal for nodes of equal meaning.  Nodes of a graph share attributes and types, so most are told by identity;
+        an entry keeps its node, so that the identities stay taken."""
+        identity = node.op, id(node.attrs), id(node.type)
+        known = self._known.get(identity)
+        if known is None:
+            known = self._numbers.setdefault(_meaning(node), len(self._numbers)), node
+            self._known[identity] = known
+        return known[0]
 
     # ------------------------------------------------------------------------------- looking around, after a miss
 
@@ -94,8 +109,7 @@ class Terms:
         return False
 
 
-def _key(node: Node, inputs: Sequence[int]) -> tuple:
+def _meaning(node: Node) -> tuple:
     """Attributes enter by their print: 0.0 and -0.0 are equal in Python and different numbers to a kernel."""
-    ports = tuple(sorted(inputs)) if node.op in COMMUTATIVE else tuple(inputs)
-    type_ = node.type.shape if node.op in CARRIES_PRECISION else (node.type.shape, node.type.precision)
-    return node.op, ports, repr(node.attrs) if node.attrs else "", type_
+    precision = "" if node.op in CARRIES_PRECISION else str(node.type.precision)
+    return node.op, repr(node.attrs) if node.attrs else "", node.type.shape, precision

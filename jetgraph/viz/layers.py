@@ -173,7 +173,7 @@ def _block(graph, place, members, placed, paths, readers, tags) -> Block:
         if node.op == "const":
             return f"const {node.attr('value')!r}"
         if len(readers[index]) > 2 and not isinstance(placed[index], int):
-            return graph.node_digests[index]
+            return graph.node_digests[index].hex()
         return f"outside {node.type}"
 
     def inputs(index: int) -> list[int]:

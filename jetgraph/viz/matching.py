@@ -29,7 +29,7 @@ class Matching:
 
 def match(train: PrecisionGraph, infer: PrecisionGraph) -> Matching:
     """Partners of all infer nodes, in one pass over each graph."""
-    by_digest: dict[str, int] = {}
+    by_digest: dict[bytes, int] = {}
     by_term: dict[tuple, int] = {}
     by_unrounded: dict[tuple, int] = {}
     by_place: dict[tuple, list[int]] = defaultdict(list)

@@ -204,6 +204,6 @@ def test_clear_errors():
         torch.save(model, io.BytesIO())
     with pytest.raises(CompileError, match="no list of equal decoder blocks"):
         jetgraph.compile(torch.nn.Linear(4, 4), "bf16", provider="stock")
-    left_padded = torch.tensor([[0, 0, 1, 1]])
-    with pytest.raises(ValueError, match="a token follows padding"):
-        model(input_ids=torch.ones_like(left_padded), attention_mask=left_padded)
+    with_a_hole = torch.tensor([[1, 0, 1, 1]])
+    with pytest.raises(ValueError, match="padding between real tokens"):
+        model(input_ids=torch.ones_like(with_a_hole), attention_mask=with_a_hole)

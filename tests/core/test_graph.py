@@ -145,16 +145,21 @@ def test_unknown_operators_are_named():
         interpret(builder.graph("g", {"out": value.term}, {}), {"x": torch.zeros(7, 4)})
 
 
+GRAPH = ('{"jetgraph": 2, "name": "g", "outputs": {}, "meta": {}, "terms": [["%s", {}, %s, "bf16"]], "modules": [""], '
+         '"origins": [["", "forward", "", "", ""]], "nodes": [[%d, 0, 0%s]]}')  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "not a jetgraph graph file"),
         ("[]", "not a jetgraph graph file"),
-        ('{"jetgraph": 2}', "has version 2"),
-        ('{"jetgraph": 1, "name": "g", "outputs": {}, "meta": {}, "nodes": [{"op": "exec", "in": [], "attrs": {}, '
-         '"shape": [], "precision": "bf16"}]}', "op 'exec' is not in the vocabulary"),
-        ('{"jetgraph": 1, "name": "g", "outputs": {}, "meta": {}, "nodes": [{"op": "neg", "in": [0], "attrs": {}, '
-         '"shape": [], "precision": "bf16"}]}', "reads a node that does not come before it"),
+        ('{"jetgraph": 1}', "has version 1"),
+        (GRAPH % ("exec", "[]", 0, ""), "op 'exec' is not in the vocabulary"),
+        (GRAPH % ("neg", '["T"]', 0, ", 0"), "reads a node that does not come before it"),
+        (GRAPH % ("neg", '["S"]', 0, ", 0"), "a size is a whole number or 'T'"),
+        (GRAPH % ("neg", "[]", 7, ", 0"), "IndexError"),
+        (GRAPH % ("neg", "[]", -1, ", 0"), "a row below 0"),
     ],
 )  # fmt: skip
 def test_bad_files_are_refused_in_one_sentence(text, message):

@@ -29,7 +29,12 @@ def bf16(x):
     return reference.row_tile_gemm(x, weight)
 
 
-@pytest.mark.parametrize("kernel", [fp8, bf16])
+def layer_norm(x):
+    weight, bias = torch.randn(2, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return torch.nn.functional.layer_norm(x, (576,), weight, bias)
+
+
+@pytest.mark.parametrize("kernel", [fp8, bf16, layer_norm, torch.nn.functional.gelu, torch.tanh])
 def test_leading_and_permuted_rows(kernel, activations):
     whole = kernel(activations)
     for count in COUNTS:

@@ -12,7 +12,7 @@ import torch
 from jetgraph_vllm.declaration import Declaration
 from safetensors.torch import load_file
 
-from jetgraph.export import declare, export_checkpoint
+from jetgraph.export import declare, declared_policy, export_checkpoint
 from jetgraph.policy import get_policy
 
 LINEAR = "model.layers.0.mlp.up_proj"
@@ -24,6 +24,7 @@ def declared(policy: str) -> dict:
 
 
 JET = declared("jet")
+TENSORWISE = declared("fp8_tensorwise")
 
 
 def changed(**own: str) -> dict:
@@ -32,10 +33,13 @@ def changed(**own: str) -> dict:
     return config
 
 
-def test_what_the_exporter_declares_is_what_the_engine_reads() -> None:
-    declaration = Declaration.parse(json.loads(json.dumps(JET)))
-    wanted = get_policy("jet").linear(LINEAR, rollout=True)
+@pytest.mark.parametrize("policy", ["jet", "jet_ue8m0", "bf16_train_fp8_rollout"])
+def test_what_the_exporter_declares_is_what_the_engine_reads(policy: str) -> None:
+    config = json.loads(json.dumps(declared(policy)))
+    declaration = Declaration.parse(config)
+    wanted = get_policy(policy).linear(LINEAR, rollout=True)
     assert (declaration.activation, declaration.weight) == (wanted.activation, wanted.weight)
+    assert declared_policy(config["jetgraph"]) == get_policy(policy)
     assert declaration.is_fp8
     assert declaration.unconverted == ("lm_head",)
     assert not Declaration.parse(declared("bf16")).is_fp8
@@ -54,6 +58,7 @@ def test_what_the_exporter_declares_is_what_the_engine_reads() -> None:
         (changed(weight=JET["jetgraph"]["weight"].replace(" f32 ", " e8m0 ")), "expected f32 scales"),
         (changed(activation=JET["jetgraph"]["activation"].replace(" dyn ", " static ")), "expected dynamic"),
         ({**JET, "weight_block_size": [64, 128]}, "contradicts the declared weight"),
+        (TENSORWISE, r"depend on the other tokens of the call \(JG019\), so policy 'fp8_tensorwise' is not served"),
     ],
 )
 def test_declarations_that_nothing_here_can_run(config: dict, message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jetgraph.graph import Node, PrecisionGraph, Role
 from jetgraph.normal_form import TermBuilder
-from jetgraph.precision import Format, Granularity
+from jetgraph.precision import BF16, Format, Granularity
 from jetgraph.verify import Verdict, verify
 from jetgraph.verify.evidence import coupling
 from jetgraph.verify.finder import find
@@ -275,3 +275,76 @@ def test_rewrite_without_change_is_the_identity() -> None:
     infer = build("infer")
     assert rewrite(infer, lambda *_: None) == infer
     assert Role.FPROP in {n.role for n in infer.nodes}
+
+
+# ------------------------------------------------------------------------------------------------- containment's traps
+
+
+def test_36_wrong_layers_and_a_wrong_head_are_37_faults_in_two_lines() -> None:
+    def head_in_bf16(c: Context) -> int | None:
+        if c.node.op != "gemm" or c.node.fqn != "lm_head":
+            return None
+        attrs = dict(c.node.attrs)
+        return c.b.intern("gemm", c.inputs, attrs, c.node.type.shape, BF16, c.node.kernel)
+
+    infer = apply(apply(build("infer", layers=36), MUTATIONS["attention scale"].edit), head_in_bf16)
+    result = verify(build("train", layers=36), infer)
+    assert len(result.faults) == 37
+    assert [(f.first.rule, f.count, f.where) for f in result.folded] == [("JG011", 36, "layers 0–35"), ("JG010", 1, "")]
+    text = result.text()
+    assert "(37 faults in 2 lines)" in text
+    assert text.count("at train modeling.py:") == text.count("infer engine.py:") == 2
+    assert "expected scale 0.125; got scale 0.12625" in text
+    assert "do: make attention at model.layers.*.self_attn use scale 0.125 instead of scale 0.12625" in text
+    assert "expected f32; got bf16" in text
+    assert "do: use a GEMM with f32 output for lm_head in the engine" in text
+
+
+def test_temperature_in_bf16_is_of_the_observable_chain() -> None:
+    """Both scale logits by 0.7; the engine rounds the quotient before log-softmax."""
+
+    def scaled(rounds: bool):
+        def edit(c: Context) -> int | None:
+            if c.node.op != "log_softmax":
+                return None
+            quotient = c.b.pointwise("div", [c.inputs[0], c.b.const(0.7)])
+            return c.with_inputs([c.b.round(quotient, Format.BF16) if rounds else quotient])
+
+        return edit
+
+    assert rules(one("train", scaled(False)), one("infer", scaled(False))) == []
+    assert rules(one("train", scaled(False)), one("infer", scaled(True))) == ["JG020"]
+    assert rules(one("train", scaled(True)), one("infer", scaled(False))) == ["JG020"]
+
+
+def test_up_gate_instead_of_gate_up_in_the_merged_weight() -> None:
+    """The merged [gate; up] is loaded as [up; gate]: the slices are right, the parameters under them exchanged."""
+    names = ("gate_proj", "up_proj")
+
+    def loaded_swapped(c: Context) -> int | None:
+        if c.node.op != "parameter":
+            return None
+        name = str(c.node.attr("name"))
+        mine = next((n for n in names if f".{n}." in name), None)
+        if mine is None:
+            return None
+        return c.b.parameter(name.replace(mine, names[1 - names.index(mine)]), c.node.type.shape)  # type: ignore[arg-type]
+
+    result = verify(build("train"), one("infer", loaded_swapped))
+    assert [f.rule for f in result.faults] == ["JG013"] * 4
+    assert {f.fqn.rpartition(".")[2] for f in result.faults} == set(names)
+    assert "gate_proj.weight; got f8e4m3[128x128] of parameter model.layers.*.mlp.up_proj.weight" in result.text()
+
+
+def test_symbols_with_the_same_name_on_both_sides_are_not_the_same_symbol() -> None:
+    graphs = [with_meta(build(side), guards=["s0 <= 64"]) for side in ("train", "infer")]
+    assert rules(*graphs) == ["JG094"]
+
+
+def test_a_requantisation_at_load_shows_only_in_the_codes() -> None:
+    infer = build("infer")
+    name = "model.layers.0.mlp.down_proj.weight"
+    operands = {**infer.meta["operands"], name: {**infer.meta["operands"][name], "digest": sha("power of two")}}
+    (fault,) = verify(build("train"), with_meta(infer, operands=operands)).faults
+    assert (fault.rule, fault.fqn) == ("JG017", name)
+    assert "sync" in fault.remedy

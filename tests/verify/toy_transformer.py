@@ -14,11 +14,17 @@ from typing import Any
 from jetgraph.graph import Node, Phase, PrecisionGraph, Role
 from jetgraph.normal_form import Provenance, TermBuilder
 from jetgraph.ops import COMMUTATIVE
-from jetgraph.precision import BF16, Format, Granularity, Precision, Scale
+from jetgraph.precision import BF16, F32, Format, Granularity, Precision, Scale
 
 ACTIVATION = Scale(Granularity.per_group(128))
 WEIGHT = Scale(Granularity.per_block(128, 128))
-KERNELS = {name: {"row_invariant": True} for name in ("ref.gemm", "ref.sum", "ref.attention", "ref.quantize")}
+KERNELS = {
+    f"ref.{name}": {"row_invariant": True} for name in ("gemm", "sum", "attention", "quantize", "combine")
+}  # fmt: skip
+ROUTE = {
+    "top_k": 2, "score": "softmax", "renormalise": True, "scale": 1.0, "tie_break": "lowest index",
+    "selection": "computed", "capacity": None,
+}  # fmt: skip
 CARRIES = {"slice", "cat", "broadcast", "permute", "pick", "neg", "embed"}
 
 
@@ -30,6 +36,8 @@ class Model:
     head_dim: int = 64
     intermediate: int = 512
     vocabulary: int = 1000
+    experts: int = 0
+    """0 is a dense MLP; otherwise each layer routes every token to two of them"""
     activation: Scale | None = ACTIVATION
     weight: Scale | None = WEIGHT
     logprob: bool = True
@@ -98,6 +106,27 @@ class _Builder:
         self.at(block if self.side == "train" else norm)  # the engine fuses the addition into the next norm
         return self.b.round(self.b.pointwise("add", [x, y]), Format.BF16)
 
+    def mlp(self, h: int, fqn: str) -> int:
+        b, m = self.b, self.model
+        gate = self.linear(h, f"{fqn}.gate_proj", m.intermediate, m.hidden)
+        up = self.linear(h, f"{fqn}.up_proj", m.intermediate, m.hidden)
+        self.at(f"{fqn}.act_fn" if self.side == "train" else fqn)
+        silu = b.round(b.pointwise("silu", [gate]), Format.BF16)
+        self.at(fqn)
+        y = b.round(b.pointwise("mul", [silu, up]), Format.BF16)
+        return self.linear(y, f"{fqn}.down_proj", m.hidden, m.intermediate)
+
+    def experts(self, h: int, fqn: str) -> int:
+        b, m = self.b, self.model
+        logits = self.linear(h, f"{fqn}.gate", m.experts, m.hidden, fp8=False)
+        self.at(fqn)
+        weights = b.intern("route", (logits,), ROUTE, ("T", m.experts), F32)  # type: ignore[arg-type]
+        results = [self.mlp(h, f"{fqn}.experts.{e}") for e in range(m.experts)]
+        self.at(fqn)
+        combined = {"order": "expert", "format": "f32"}
+        total = b.intern("combine", (weights, *results), combined, ("T", m.hidden), F32, "ref.combine")
+        return b.round(total, Format.BF16)
+
     def graph(self) -> PrecisionGraph:
         b, m = self.b, self.model
         outputs: dict[str, int] = {}
@@ -108,7 +137,7 @@ class _Builder:
         cos, sin = (b.round(b.pointwise(op, [angle]), Format.BF16) for op in ("cos", "sin"))
         self.at("model.embed_tokens")
         table = self.parameter("model.embed_tokens.weight", m.vocabulary, m.hidden)
-        x = b.intern("embed", (b.input("token"), table), {}, ("T", m.hidden), BF16)
+        x = b.intern("embed", (table, b.input("token")), {}, ("T", m.hidden), BF16)
         for i in range(m.layers):
             block = f"model.layers.{i}"
             h = self.norm(x, f"{block}.input_layernorm")
@@ -120,19 +149,13 @@ class _Builder:
             q, k = self.rotary(q, m.heads, cos, sin), self.rotary(k, m.kv_heads, cos, sin)
             self.at(f"{block}.self_attn")
             attrs = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "scale": m.head_dim**-0.5}
-            attrs |= {"mask": "causal", "window": None, "softcap": None}
+            attrs |= {"mask": "causal", "window": 0, "softcap": 0.0}
             a = b.intern("attention", (q, k, v), attrs, ("T", m.hidden), Precision(Format.F32), "ref.attention")  # type: ignore[arg-type]
             outputs |= {f"k.{i}": k, f"v.{i}": v}
             o = self.linear(b.round(a, Format.BF16), f"{block}.self_attn.o_proj", m.hidden, m.hidden)
             x = self.residual(x, o, block, f"{block}.post_attention_layernorm")
             h = self.norm(x, f"{block}.post_attention_layernorm")
-            gate = self.linear(h, f"{block}.mlp.gate_proj", m.intermediate, m.hidden)
-            up = self.linear(h, f"{block}.mlp.up_proj", m.intermediate, m.hidden)
-            self.at(f"{block}.mlp.act_fn" if self.side == "train" else f"{block}.mlp")
-            silu = b.round(b.pointwise("silu", [gate]), Format.BF16)
-            self.at(f"{block}.mlp")
-            y = b.round(b.pointwise("mul", [silu, up]), Format.BF16)
-            d = self.linear(y, f"{block}.mlp.down_proj", m.hidden, m.intermediate)
+            d = self.experts(h, f"{block}.mlp") if m.experts else self.mlp(h, f"{block}.mlp")
             x = self.residual(
                 x, d, block, f"model.layers.{i + 1}.input_layernorm" if i + 1 < m.layers else "model.norm"
             )

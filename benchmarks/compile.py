@@ -1,0 +1,170 @@
+"""What compiling costs beside plain torch.compile, and how often shapes make it compile:  python -m benchmarks.compile
+
+Both sides compile the decoder blocks of the same small model where they stand; plain is `torch.compile` with backend
+``aot_eager``.  Its first graph serves one size; the second size that it meets makes it compile again, for every size
+from then on.  Ours serves every size from the first graph on.  So two comparisons: compiling for the first size, and
+for every size.  Times are CPU seconds of one thread (`time.process_time`), each side on a fresh model and an empty
+compile cache, the sides taking turns, medians.
+
+compile = first step with a size - median of the steps after it.  Those later steps do FP8 arithmetic in float64 under
+`jet`, which is no overhead of the compiler; that is measured by `bf16` with torch's own kernels, which computes what
+plain computes.
+
+Exit status 1 if a figure misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import PreTrainedModel
+
+import jetgraph
+from benchmarks.report import Row, report
+from tests.core.small_models import one_step, random_ids, random_model
+
+RESULTS = Path(__file__).parent / "results" / "cpu" / "compile.json"
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+LATER_STEPS = 4
+RATIO, MAX_COMPILES = 1.2, 3
+
+
+# ---------------------------------------------------------------------------------------------------- compile time
+
+
+def plain(model: PreTrainedModel) -> None:
+    for block in model.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+SIDES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "eager": lambda model: None,
+    "plain": plain,
+    "bf16": lambda model: jetgraph.compile(model, "bf16", provider="stock"),
+    "jet": lambda model: jetgraph.compile(model, "jet"),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds of one side on a fresh model."""
+
+    first_step: float
+    later_step: float
+    second_size: float
+    """First step with another batch and length."""
+
+    @property
+    def one_size(self) -> float:
+        return self.first_step - self.later_step
+
+    @property
+    def every_size(self) -> float:
+        return self.one_size + max(self.second_size - self.later_step, 0.0)
+
+
+def measure(side: str, layers: int) -> Cost:
+    torch._dynamo.reset()
+    model = random_model(layers=layers, sizes=SIZES)
+    SIDES[side](model)
+    seconds = []
+    for shape in [(2, 16)] * (1 + LATER_STEPS) + [(4, 8)]:  # equally many tokens
+        ids = random_ids(model, *shape)
+        start = time.process_time()
+        one_step(model, ids)
+        seconds.append(time.process_time() - start)
+    return Cost(seconds[0], median(seconds[1:-1]), seconds[-1])
+
+
+def compile_rows(layers: int, repeats: int) -> list[Row]:
+    costs: dict[str, list[Cost]] = {side: [] for side in SIDES}
+    for turn in range(repeats):
+        for side in list(SIDES)[:: 1 if turn % 2 == 0 else -1]:
+            costs[side].append(measure(side, layers))
+
+    def middle(side: str, figure: str) -> float:
+        return median(getattr(cost, figure) for cost in costs[side])
+
+    rows = []
+    for figure in ("one_size", "every_size", "first_step", "later_step"):
+        name = f"{layers} layers, {figure.replace('_', ' ')}"
+        sides = list(SIDES) if figure == "later_step" else [side for side in SIDES if side != "eager"]
+        rows += [Row.fact(f"{name}: {side}", middle(side, figure), "s") for side in sides]
+        for side in ("bf16", "jet"):
+            ratio, metric = middle(side, figure) / middle("plain", figure), f"{name}: {side} beside plain"
+            is_arithmetic = side == "jet" and figure == "later_step"
+            rows.append(Row.fact(metric, ratio, "x") if is_arithmetic else Row.below(metric, ratio, "x", RATIO))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------- dynamic shapes
+
+
+def inputs(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a caller passes for a kind of mask; ids [B, S]."""
+    batch, length = ids.shape
+    if kind == "left padding":
+        pads = torch.arange(batch)[:, None] % (length - 1) + 1
+        return {"attention_mask": (torch.arange(length) >= pads).long()}
+    if kind == "right padding":
+        return {"attention_mask": (torch.arange(length) < length - torch.arange(batch)[:, None] % (length - 1)).long()}
+    if kind == "packed":
+        return {"position_ids": (torch.arange(length) % (length // 2 + 1)).expand(batch, length)}
+    return {}
+
+
+def num_compiles(kind: str, grad: bool, shapes: list[tuple[int, int]]) -> int:
+    torch._dynamo.reset()
+    model = jetgraph.compile(random_model(layers=1, sizes=SIZES), "jet")
+    for batch, length in shapes:
+        ids = random_ids(model, batch, length)
+        with torch.set_grad_enabled(grad):
+            logits = model(input_ids=ids, use_cache=False, **inputs(kind, ids)).logits
+        if grad:
+            logits.float().square().mean().backward()
+    return model.jetgraph.num_compiles
+
+
+def shape_rows(num_shapes: int) -> list[Row]:
+    """Random batches 1–4 and lengths 2–40, every model from its first compile on."""
+    rows = []
+    for kind in ("causal", "right padding", "left padding", "packed"):
+        for grad in (True, False):
+            rng = random.Random(f"{kind} {grad}")
+            shapes = [(rng.randint(1, 4), rng.randint(2, 40)) for _ in range(num_shapes)]
+            name = f"{num_shapes} shapes, {kind}, {'grad' if grad else 'no_grad'}: compiles"
+            count = num_compiles(kind, grad, shapes)
+            rows.append(Row(name, count, "", f"≤ {MAX_COMPILES}", count <= MAX_COMPILES))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows go")
+    parser.add_argument("--layers", type=int, action="append", help="4 and 36 by default")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shapes", type=int, default=12)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for side in SIDES:  # whatever torch imports or builds once per process
+        measure(side, 1)
+    rows = [row for layers in options.layers or (4, 36) for row in compile_rows(layers, options.repeats)]
+    return report([*rows, *shape_rows(options.shapes)], options.json, "cpu, one thread")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

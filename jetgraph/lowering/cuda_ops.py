@@ -1,0 +1,51 @@
+"""The CUDA implementations of `jetgraph::quantize`, `quantize_tokens`, `requantize_tokens` and `fp8_gemm`.
+
+Importing this module registers them beside the reference implementations of `torch_ops`; the registry chooses the
+provider when a tensor on a GPU arrives.  Quantisers of all providers give the same bytes, GEMMs agree within
+docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import jetgraph.lowering.torch_ops  # noqa: F401  (defines the operators)
+from jetgraph.lowering import reference, registry
+from jetgraph.lowering.provider import Gemm, Quantizer
+
+
+def quantize(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device(x.device):  # a kernel is launched on the current device, wherever its tensors are
+        return registry.choose(Quantizer(rows, cols, rule), x.device).quantize(x, rows, cols, *rule)
+
+
+def quantize_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device(x.device):
+        return registry.choose(Quantizer(group, 1, rule), x.device).quantize_tokens(x, group, *rule)
+
+
+def requantize_tokens(codes: Tensor, scale: Tensor, cols: int, group: int, *rule) -> tuple[Tensor, Tensor]:
+    expected = (codes.shape[0], reference.num_blocks(codes.shape[1], cols))
+    if scale.shape != expected or scale.dtype is not torch.float32:
+        raise ValueError(
+            f"scales are {scale.dtype} {list(scale.shape)}; expected torch.float32 {list(expected)} for codes "
+            f"{list(codes.shape)} in groups of {cols or 'a whole row'}"
+        )
+    with torch.cuda.device(codes.device):
+        provider = registry.choose(Quantizer(group, 1, rule), codes.device)
+        return provider.requantize_tokens(codes, scale, cols, group, *rule)
+
+
+def fp8_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int
+) -> Tensor:
+    reference.check_operands(a, a_scale, b, b_scale, b_rows, group)
+    depth = 0 if b_rows == 1 else a.shape[1]  # WGRAD's depth is the number of tokens, which decides nothing
+    gemm = Gemm(b.shape[0], depth, b_rows, group, bias is not None)
+    with torch.cuda.device(a.device):
+        return registry.choose(gemm, a.device).fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
+
+
+for _kernel in (quantize, quantize_tokens, requantize_tokens, fp8_gemm):
+    torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)

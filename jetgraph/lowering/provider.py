@@ -1,0 +1,226 @@
+"""What a kernel provider is: what it serves, a probe that finds out early, and the test of its GEMM's values.
+
+A provider never decides late.  `Provider.probe` looks at the device and the tools once and multiplies matrices whose
+product is known exactly; `Provider.refuses` answers for one GEMM or quantiser from its sizes alone.  The number of rows
+M is no part of the question: kernels chosen by M would make a row's bits depend on how many other rows there are.
+
+Next door: `registry` chooses, `reference` defines what every provider must compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+Rule = tuple[float, float, str, bool]
+"""qmax, amax floor, division, power of two: the trailing arguments of `jetgraph::quantize`."""
+
+
+class ProviderError(ValueError):
+    """A provider that was asked for cannot serve; raised before anything is compiled or launched."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One `jetgraph::fp8_gemm` by what decides who may run it: a [M, K] · b [N, K]ᵀ (+ bias).
+
+    ``b_rows`` is 1 where both operands are grouped along the tokens (WGRAD, whose K is the number of tokens), else the
+    rows of a weight's block.  0 for ``b_rows`` or ``group`` is the whole axis.
+    """
+
+    num_out: int
+    depth: int
+    b_rows: int = 128
+    group: int = 128
+    bias: bool = False
+
+    @property
+    def role(self) -> str:
+        return "WGRAD" if self.b_rows == 1 else "FPROP and DGRAD"
+
+    def __str__(self) -> str:
+        depth = "tokens" if self.b_rows == 1 else self.depth
+        scales = f"1x{self.group or '*'} · {self.b_rows or '*'}x{self.group or '*'}"
+        return f"{self.role} GEMM N={self.num_out} K={depth}, scales {scales}{', bias' if self.bias else ''}"
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """One quantiser by its block (0 is the whole axis) and its scale rule."""
+
+    rows: int
+    cols: int
+    rule: Rule
+
+    def __str__(self) -> str:
+        return f"quantiser {self.rows or '*'}x{self.cols or '*'}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe found.  ``reason`` is one sentence; ``self_test_value`` must equal `EXPECTED_SELF_TEST`."""
+
+    provider: str
+    ok: bool
+    reason: str
+    versions: tuple[tuple[str, str], ...] = ()
+    self_test_value: float | None = None
+    row_invariant: bool = False
+
+    def __str__(self) -> str:
+        """One line: usable or refused, why, versions, and the value of the self-test."""
+        parts = [f"{'usable' if self.ok else 'refused'}: {self.reason}"]
+        if self.versions:
+            parts.append(", ".join(f"{name} {version}" for name, version in self.versions))
+        if self.self_test_value is not None:
+            parts.append(f"self-test {self.self_test_value:.4f} (expected {EXPECTED_SELF_TEST:.4f})")
+        return "; ".join(parts)
+
+
+class Provider(Protocol):
+    """One file, one frozen object.  ``kernels`` names the operators of `torch.ops.jetgraph` that it has methods for;
+    each has the signature and the meaning of that operator."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kernels(self) -> frozenset[str]: ...
+
+    def probe(self, device: torch.device) -> Finding: ...
+
+    def refuses(self, request: Gemm | Quantizer) -> str | None:
+        """Why it cannot serve ``request``, or None."""
+        ...
+
+
+def missing_hopper(device: torch.device, least: tuple[int, int] = (9, 0), exact: bool = False) -> str | None:
+    """Why ``device`` cannot multiply FP8 codes, in one sentence; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, and this one is {device.type}"
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < least or (exact and capability[0] != least[0]):
+        return (
+            f"needs compute capability {least[0]}.{least[1]}{'' if exact else ' or higher'} for FP8, and this device "
+            f"has {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------- self-test
+#
+# Small integers as codes and powers of two as scales: every partial sum is exact in any order and in the 14 bits that
+# Hopper's FP8 units keep, so any difference is a wrong index, layout or scale, and equality is bitwise.
+
+FPROP = Gemm(320, 640)
+WGRAD = Gemm(192, 144, b_rows=1)
+NUM_ROWS = 21
+"""Neither 640 / 128 nor ⌈320 / 128⌉ is a multiple of 4, 21 rows are odd, 144 tokens end inside a group."""
+EXPECTED_SELF_TEST = 863.4150390625
+"""Σ out · ((31 m + 17 n) mod 97 - 48) / 64 of `FPROP` without bias, from integer arithmetic."""
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int], Tensor]
+
+
+def exact_operands(case: Gemm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """a, a_scale, b, b_scale, bias on the CPU: codes in -2 … 2, scales 2^-2 … 2^1, bias in sixteenths."""
+
+    def integers(rows: int, cols: int, seed: int, low: int, count: int) -> Tensor:
+        """Integers low … low + count - 1 without a pattern, the same on every machine and version of torch."""
+        index = torch.arange(rows * cols, dtype=torch.int64) + seed * 7919
+        mixed = (index * 2654435761) % 2**32
+        mixed = ((mixed ^ (mixed >> 15)) * 2246822519) % 2**32
+        return ((mixed >> 13) % count + low).view(rows, cols)
+
+    num_rows, groups = NUM_ROWS, -(-case.depth // case.group)
+    a = integers(num_rows, case.depth, 1, -2, 5).float().to(E4M3)
+    b = integers(case.num_out, case.depth, 2, -2, 5).float().to(E4M3)
+    a_scale = 2.0 ** integers(num_rows, groups, 3, -2, 4)
+    b_scale = 2.0 ** integers(-(-case.num_out // case.b_rows), groups, 4, -2, 4)
+    bias = (integers(1, case.num_out, 5, -8, 16)[0].float() / 16).bfloat16() if case.bias else None
+    return a, a_scale, b, b_scale, bias
+
+
+def exact_product(case: Gemm) -> Tensor:
+    """The BF16 product of `exact_operands`, from integers alone."""
+    a, a_scale, b, b_scale, bias = exact_operands(case)
+    left, right = (t.float().to(torch.int64) for t in (a, b))
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.int64)  # in units of 2^-4
+    for g in range(a_scale.shape[1]):
+        part = slice(g * case.group, (g + 1) * case.group)
+        scale_a, scale_b = (s[:, g].mul(4).to(torch.int64) for s in (a_scale, b_scale))
+        scale = scale_a[:, None] * scale_b.repeat_interleave(case.b_rows)[: case.num_out][None]
+        total += (left[:, part] @ right[:, part].t()) * scale
+    if bias is not None:
+        total += bias.float().mul(16).to(torch.int64)
+    return (total.to(torch.float64) / 16).to(torch.bfloat16)
+
+
+def checksum(out: Tensor) -> float:
+    """Σ out · ((31 m + 17 n) mod 97 - 48) / 64: an exact number that two machines can compare by eye."""
+    rows, cols = torch.arange(out.shape[0])[:, None], torch.arange(out.shape[1])[None]
+    weight = ((rows * 31 + cols * 17) % 97 - 48).to(torch.float64) / 64
+    return (out.to("cpu", torch.float64) * weight).sum().item()
+
+
+def self_test(
+    name: str,
+    fp8_gemm: Kernel,
+    cases: tuple[Gemm, ...],
+    device: torch.device,
+    versions: tuple[tuple[str, str], ...] = (),
+    row_invariant: bool | None = None,
+) -> Finding:
+    """Multiply the exact cases; a finding for the registry.
+
+    ``row_invariant`` says what is known about the provider's rows; None measures it.
+    """
+    value = None
+    for case in cases:
+        a, a_scale, b, b_scale, bias = (None if t is None else t.to(device) for t in exact_operands(case))
+        try:
+            got = fp8_gemm(a, a_scale, b, b_scale, bias, case.b_rows, case.group).cpu()
+        except Exception as error:  # whatever a library throws at its first use is a refusal, told in one line
+            first_line = (str(error).strip() or "no message").splitlines()[0][:160]
+            return Finding(name, False, f"{case} failed with {type(error).__name__}: {first_line}", versions)
+        if case == FPROP:
+            value = checksum(got)
+        wrong = (got != exact_product(case)).sum().item()  # NaN differs from everything
+        if wrong:
+            reason = f"{case}: {wrong:,} of {got.numel():,} values of the self-test are wrong"
+            return Finding(name, False, reason, versions, value)
+    if row_invariant is None:
+        row_invariant = rows_are_independent(fp8_gemm, device)
+    rows = "do not depend" if row_invariant else "may depend"
+    reason = f"all values of the self-test exact, rows {rows} on how many there are"
+    return Finding(name, True, reason, versions, value, row_invariant)
+
+
+def rows_are_independent(
+    fp8_gemm: Kernel,
+    device: torch.device,
+    counts: tuple[int, ...] = (1, 2, 63, 128),
+    shape: tuple[int, int] = (512, 16384),
+) -> bool:
+    """Whether leading rows keep their bits with any number of rows below them: 257 random rows against fewer.
+
+    Few outputs and a long K is where a library splits K, and with it the order of the sum, when rows are few.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def codes(rows: int, cols: int) -> Tensor:
+        return torch.randn(rows, cols, generator=generator).mul(64).clamp(-448, 448).to(E4M3).to(device)
+
+    (num_out, depth), most = shape, 257
+    a, b = codes(most, depth), codes(num_out, depth)
+    a_scale = torch.rand(most, depth // 128, generator=generator).to(device)
+    b_scale = torch.rand(-(-num_out // 128), depth // 128, generator=generator).to(device)
+    whole = fp8_gemm(a, a_scale, b, b_scale, None, 128, 128)
+    return all(torch.equal(fp8_gemm(a[:m], a_scale[:m], b, b_scale, None, 128, 128), whole[:m]) for m in counts)

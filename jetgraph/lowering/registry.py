@@ -1,0 +1,157 @@
+"""Which provider runs which kernel: probed once per device, chosen by role and shape, never by the number of rows.
+
+    choose(Gemm(4096, 4096), device)       the first provider of `ORDER` whose probe passed and that serves the shape
+    pin("deep_gemm", device, gemms)        only that one, for every GEMM; an error now if it cannot
+    findings()                             what `jetgraph doctor` prints
+
+A GEMM of the forward pass goes only to a provider whose rows were found independent of each other.  FPROP and DGRAD
+look the same to `jetgraph::fp8_gemm` and follow the same rule.  The choice is a function of the device, the installed
+packages and the shape: a trainer and a rollout on equal machines choose alike, and say so in `findings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from jetgraph.lowering import reference
+from jetgraph.lowering.cublaslt import CublasLt
+from jetgraph.lowering.deep_gemm import DeepGemm
+from jetgraph.lowering.provider import (
+    FPROP,
+    WGRAD,
+    Finding,
+    Gemm,
+    Provider,
+    ProviderError,
+    Quantizer,
+    self_test,
+)
+from jetgraph.lowering.triton_provider import TritonKernels
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Plain torch on any device: the definition, slow, and exact in any order."""
+
+    name: str = "reference"
+    kernels: frozenset[str] = frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"})
+
+    def probe(self, device: torch.device) -> Finding:
+        return self_test(self.name, self.fp8_gemm, (FPROP, WGRAD), device, (("torch", torch.__version__),), True)
+
+    def refuses(self, request: Gemm | Quantizer) -> str | None:
+        return None
+
+    def quantize(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+        return reference.quantize(x, *arguments)
+
+    def quantize_tokens(self, x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
+        return reference.quantize(x.t(), 1, group, *rule)
+
+    def requantize_tokens(self, codes: Tensor, scale: Tensor, cols: int, group: int, *rule) -> tuple[Tensor, Tensor]:
+        return reference.quantize(reference.dequantize(codes, scale, 1, cols).t(), 1, group, *rule)
+
+    def fp8_gemm(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int
+    ) -> Tensor:
+        out = reference.fp8_gemm(a, a_scale, b, b_scale, b_rows, group)
+        return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+
+
+PROVIDERS: dict[str, Provider] = {p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), Reference())}
+ORDER = {
+    "FPROP and DGRAD": ("deep_gemm", "triton", "reference"),
+    "WGRAD": ("cublaslt", "deep_gemm", "triton", "reference"),
+    "quantiser": ("triton", "reference"),
+}
+"""Fastest first, as measured on an H200 (docs/kernels.md)."""
+
+_pinned: dict[torch.device, str] = {}
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@cache
+def probe(name: str, device: torch.device) -> Finding:
+    """What provider ``name`` found on ``device``; runs its self-test the first time."""
+    return PROVIDERS[name].probe(device)
+
+
+def findings(device: torch.device | None = None) -> list[tuple[str, str]]:
+    """(provider, one line) for each provider, on this machine's device: usable or refused, why, versions, value."""
+    device = device or this_device()
+    return [(name, str(probe(name, device))) for name in PROVIDERS]
+
+
+def refusal(name: str, request: Gemm | Quantizer, device: torch.device) -> str | None:
+    """Why provider ``name`` does not run ``request`` on ``device``, in one sentence; None if it does."""
+    finding = probe(name, device)
+    if not finding.ok:
+        return finding.reason
+    if isinstance(request, Gemm) and request.b_rows != 1 and not finding.row_invariant:
+        return "a row of its result may depend on how many rows there are, and in a forward pass it must not"
+    return PROVIDERS[name].refuses(request)
+
+
+@cache
+def _first(request: Gemm | Quantizer, device: torch.device, pinned: str | None) -> Provider:
+    names = ORDER[request.role if isinstance(request, Gemm) else "quantiser"]
+    if isinstance(request, Gemm) and pinned is not None:
+        reason = refusal(pinned, request, device)
+        if reason is not None:
+            raise ProviderError(_cannot(pinned, request, reason, names, device))
+        return PROVIDERS[pinned]
+    return next(PROVIDERS[name] for name in names if refusal(name, request, device) is None)
+
+
+def _cannot(name: str, request: Gemm | Quantizer, reason: str, names: Iterable[str], device: torch.device) -> str:
+    others = [other for other in names if other != name and refusal(other, request, device) is None]
+    return f"provider {name!r} cannot run {request}: {reason}; unpin it, or pin one that can: {', '.join(others)}"
+
+
+def choose(request: Gemm | Quantizer, device: torch.device) -> Provider:
+    """The provider that runs ``request`` on ``device``.
+
+    Raises:
+        ProviderError: the pinned provider cannot.
+    """
+    return _first(request, device, _pinned.get(device))
+
+
+def pin(name: str | None, device: torch.device, gemms: Iterable[Gemm] = ()) -> None:
+    """Run every GEMM on ``device`` by provider ``name`` (None: choose again); ``gemms`` are those of the model.
+
+    Raises:
+        ProviderError: there is no such provider, it is not usable here, or it cannot run one of ``gemms``.  Nothing is
+            pinned then.
+    """
+    if name is None:
+        _pinned.pop(device, None)
+        return
+    if name not in PROVIDERS:
+        raise ProviderError(f"provider {name!r}: expected one of {', '.join(PROVIDERS)}")
+    finding = probe(name, device)
+    if not finding.ok:
+        usable = [other for other in PROVIDERS if probe(other, device).ok]
+        raise ProviderError(
+            f"provider {name!r} cannot run on {device}: {finding.reason}; usable here: {', '.join(usable)}"
+        )
+    for gemm in gemms:
+        _first(gemm, device, name)
+    _pinned[device] = name
+
+
+def linear_gemms(out_features: int, in_features: int, bias: bool = False, group: int = 128) -> tuple[Gemm, Gemm, Gemm]:
+    """FPROP, DGRAD and WGRAD of a linear layer, to ask `refusal`, `choose` or `pin` about."""
+    return (
+        Gemm(out_features, in_features, group, group, bias),
+        Gemm(in_features, out_features, group, group),
+        Gemm(in_features, 0, 1, group),
+    )

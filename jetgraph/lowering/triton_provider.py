@@ -1,0 +1,66 @@
+"""The `triton` provider: our own kernels, for every shape; triton is imported only when a probe runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, self_test
+from jetgraph.precision import E4M3_MAX, F32_TINY
+
+SIDES = (1, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class TritonKernels:
+    """Quantisers bit-equal to the reference, and a block-scaled GEMM whose tile is the same for every M."""
+
+    name: str = "triton"
+    kernels: frozenset[str] = frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"})
+
+    def probe(self, device: torch.device) -> Finding:
+        if importlib.util.find_spec("triton") is None:
+            return Finding(self.name, False, "triton is not installed; install jetgraph[gpu]")
+        versions = (("triton", version("triton")),)
+        missing = missing_hopper(device, least=(8, 9))
+        if missing:
+            return Finding(self.name, False, missing, versions)
+        cases = (FPROP, replace(FPROP, bias=True), WGRAD)
+        return self_test(self.name, self.fp8_gemm, cases, device, versions)
+
+    def refuses(self, request: Gemm | Quantizer) -> str | None:
+        if isinstance(request, Gemm):
+            allowed = (0, 32, 64, 128)
+            return None if request.group in allowed else f"groups of {request.group}; expected one of {allowed}"
+        if request.rows not in SIDES or request.cols not in SIDES or request.rows == request.cols == 1:
+            return f"blocks of {request.rows or '*'}x{request.cols or '*'}; expected sides of 1, 16, 32, 64 or 128"
+        qmax, amax_floor, _, _ = request.rule
+        if not (qmax <= E4M3_MAX and amax_floor / qmax >= F32_TINY):
+            return f"qmax={qmax:g} floor={amax_floor:g}; expected a rule that `ScaleRule` accepts"
+        return None
+
+    def quantize(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+        from jetgraph.lowering import triton_quantize
+
+        return triton_quantize.quantize(x, *arguments)
+
+    def quantize_tokens(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+        from jetgraph.lowering import triton_quantize
+
+        return triton_quantize.quantize_tokens(x, *arguments)
+
+    def requantize_tokens(self, codes: Tensor, scale: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+        from jetgraph.lowering import triton_quantize
+
+        return triton_quantize.requantize_tokens(codes, scale, *arguments)
+
+    def fp8_gemm(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int
+    ) -> Tensor:
+        from jetgraph.lowering import triton_gemm
+
+        return triton_gemm.fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)

@@ -1,0 +1,380 @@
+"""Providers: refused early and in one sentence, never wrong silently, chosen without looking at the number of rows.
+
+GPU results are tested in tests/gpu; here the rules of choice, the probes' refusals with faked tools and devices, the
+kernels' indexing in Triton's interpreter, and cuBLASLt's shapes on the meta device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetgraph.lowering import cublaslt, deep_gemm, provider, reference, registry
+from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, ProviderError, Quantizer
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+JET = (448.0, 1e-12, "div", False)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that says it has an H200; nothing must be launched on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.fixture
+def toolchain(monkeypatch, tmp_path):
+    """An empty PATH, and a function that puts an nvcc of some version on it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(deep_gemm, "DEFAULT_CUDA_HOME", tmp_path / "no-cuda")
+    monkeypatch.setattr(deep_gemm, "module_name", lambda: "deep_gemm")
+
+    def nvcc(answer: str) -> None:
+        (tmp_path / "nvcc").write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (tmp_path / "nvcc").chmod(0o755)
+
+    return nvcc
+
+
+@pytest.fixture
+def probes(monkeypatch):
+    """Replace what the probes found; by default everything is usable and rows are independent."""
+    found = {name: Finding(name, True, "fine", row_invariant=True) for name in registry.PROVIDERS}
+    monkeypatch.setattr(registry, "probe", lambda name, device: found[name])
+    registry._first.cache_clear()
+    yield found
+    registry._first.cache_clear()
+    registry.pin(None, CUDA)
+
+
+# ------------------------------------------------------------------------------------------------- refusals, early
+
+
+def test_without_cuda_one_sentence_each(monkeypatch):  # [C3]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("deep_gemm", "cublaslt", "triton"):
+        finding = registry.PROVIDERS[name].probe(CUDA)
+        assert not finding.ok
+        assert finding.reason == "this machine has no CUDA device"
+        assert "\n" not in str(finding)
+
+
+@pytest.mark.parametrize(("name", "capability"), [("deep_gemm", (10, 0)), ("cublaslt", (8, 9)), ("triton", (8, 0))])
+def test_wrong_architecture_names_the_capability(monkeypatch, hopper, name, capability):  # [K10, C3]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    finding = registry.PROVIDERS[name].probe(CUDA)
+    assert not finding.ok
+    assert f"this device has {capability[0]}.{capability[1]}" in finding.reason
+
+
+def test_without_deep_gemm(monkeypatch, hopper):  # [C3]
+    monkeypatch.setattr(deep_gemm, "module_name", lambda: None)
+    assert deep_gemm.DeepGemm().probe(CUDA).reason == "DeepGEMM is not installed, neither on its own nor inside vLLM"
+
+
+def test_without_nvcc(hopper, toolchain):  # [C1]
+    finding = deep_gemm.DeepGemm().probe(CUDA)
+    assert not finding.ok
+    assert re.search(r"there is none at \S+no-cuda/bin/nvcc; install a CUDA toolkit of at least 12.3", finding.reason)
+
+
+def test_with_an_old_nvcc(hopper, toolchain):  # [C1]
+    toolchain("Cuda compilation tools, release 12.1, V12.1.105")
+    assert "nvcc 12.1" in deep_gemm.DeepGemm().probe(CUDA).reason
+    assert "too old for DeepGEMM" in deep_gemm.DeepGemm().probe(CUDA).reason
+    toolchain("Cuda compilation tools, release 12.3, V12.3.52")
+    assert deep_gemm.nvcc_version() == (12, 3)  # just new enough
+    toolchain("no version at all")
+    with pytest.raises(deep_gemm.ToolchainError, match=r"nvcc 0\.0"):
+        deep_gemm.nvcc_version()
+
+
+def test_an_nvcc_that_crashes_is_a_refusal(hopper, toolchain, tmp_path):  # [C1]
+    (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    assert "--version failed with CalledProcessError" in deep_gemm.DeepGemm().probe(CUDA).reason
+
+
+# -------------------------------------------------------------------------------------------- self-test: the values
+
+
+def test_the_exact_product_is_the_product():
+    """In float64 from dequantised codes: other code than the integers of `exact_product`."""
+    for case in (FPROP, dataclasses.replace(FPROP, bias=True), WGRAD):
+        a, a_scale, b, b_scale, bias = provider.exact_operands(case)
+        left = reference.dequantize(a, a_scale, 1, 128).double()
+        right = reference.dequantize(b, b_scale, case.b_rows, 128).double()
+        expected = left @ right.t() + (0 if bias is None else bias.double())
+        assert torch.equal(provider.exact_product(case), expected.float().to(torch.bfloat16))
+    assert provider.checksum(provider.exact_product(FPROP)) == provider.EXPECTED_SELF_TEST
+
+
+def test_the_reference_passes_and_prints_its_value():  # [C4]
+    finding = registry.PROVIDERS["reference"].probe(CPU)
+    assert finding.ok
+    assert finding.self_test_value == provider.EXPECTED_SELF_TEST
+    assert "self-test 863.4150 (expected 863.4150)" in str(finding)
+    assert f"torch {torch.__version__}" in str(finding)
+    assert provider.rows_are_independent(registry.PROVIDERS["reference"].fp8_gemm, CPU, (1, 63), (16, 512))
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_the_reference_is_loud_about_what_is_not_finite(pow2):  # [N5, Q6]
+    """Rounding a NaN scale up to a power of two must not make it 1, and the inf 448."""
+    x = torch.ones(3, 128)
+    x[0, 5], x[1, 6] = float("nan"), float("inf")
+    codes, scales = reference.quantize(x, 1, 128, 448.0, 1e-12, "div", pow2)
+    assert scales.isnan().flatten().tolist() == [True, True, False]
+    assert codes.float().isnan().all(1).tolist() == [True, True, False]
+
+
+def _gemm(change):
+    """A provider's fp8_gemm with one mistake of layout."""
+
+    def fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group):
+        a, a_scale, b, b_scale = change(a, a_scale, b, b_scale)
+        return registry.Reference().fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
+
+    return fp8_gemm
+
+
+def _read_unpadded(scale):
+    """What a library reads that expects rows of K/128 rounded up to 4 and is given the plain grid."""
+    rows, groups = scale.shape
+    padded = torch.zeros(rows * (groups + -groups % 4))
+    padded[: scale.numel()] = scale.flatten()
+    return padded.view(rows, -1)[:, :groups].contiguous()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a, sa, b, sb: (a, sa, b, _read_unpadded(sb)),  # [K5] an unpadded scale: finite, wrong, no error
+        lambda a, sa, b, sb: (a, sa.t().contiguous().view(sa.shape), b, sb),
+        lambda a, sa, b, sb: (a, sa.roll(1, 0), b, sb),
+        lambda a, sa, b, sb: (a.view(torch.uint8).roll(1, 1).view(a.dtype), sa, b, sb),
+        lambda a, sa, b, sb: (a, sa * (1 + 2**-7), b, sb),
+    ],
+    ids=["unpadded", "row-major", "shifted", "off-by-one", "one-ulp"],
+)
+def test_a_wrong_layout_never_passes(change):  # [C4, K5]
+    finding = provider.self_test("wrong", _gemm(change), (FPROP, WGRAD), CPU)
+    assert not finding.ok
+    assert re.search(r"of 6,720 values of the self-test are wrong", finding.reason)
+
+
+def test_a_library_that_raises_is_a_refusal_of_one_line():
+    def fp8_gemm(*arguments):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nsecond line")
+
+    finding = provider.self_test("broken", fp8_gemm, (FPROP,), CPU)
+    assert not finding.ok
+    assert finding.reason.endswith("failed with RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+def test_a_kernel_chosen_by_the_number_of_rows_is_found():  # [K12, N15]
+    """Split K for few rows: the same sum in another order."""
+
+    def fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group):
+        values = [reference.dequantize(a, a_scale, 1, 128), reference.dequantize(b, b_scale, b_rows, 128)]
+        half = a.shape[1] // 2 if a.shape[0] < 64 else a.shape[1]
+        parts = [(values[0][:, s] @ values[1][:, s].t()) for s in (slice(half), slice(half, None))]
+        return (parts[0] + parts[1]).to(torch.bfloat16)
+
+    assert not provider.rows_are_independent(fp8_gemm, CPU, (1, 63), (64, 4096))
+
+
+# -------------------------------------------------------------------------------------------------------- the choice
+
+
+def test_the_number_of_rows_is_no_part_of_the_question():  # [K12]
+    assert {f.name for f in dataclasses.fields(Gemm)} == {"num_out", "depth", "b_rows", "group", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("gemm", "expected"),
+    [
+        (Gemm(4096, 4096), "deep_gemm"),
+        (Gemm(576, 640), "deep_gemm"),  # N a multiple of 64
+        (Gemm(560, 640), "triton"),  # N is not
+        (Gemm(576, 576), "triton"),  # K not a multiple of 128
+        (Gemm(4096, 4096, bias=True), "triton"),  # DeepGEMM rounds before a bias could come
+        (Gemm(2880, 0, b_rows=1), "cublaslt"),
+        (Gemm(2888, 0, b_rows=1), "triton"),  # N not a multiple of 16
+        (Gemm(4096, 4096, group=64), "triton"),
+        (Gemm(4096, 4096, group=48), "reference"),
+        (Gemm(4096, 4096, 0, 0), "triton"),
+    ],
+    ids=str,
+)
+def test_chosen_by_role_and_shape(probes, gemm, expected):
+    assert registry.choose(gemm, CUDA).name == expected
+
+
+def test_rows_that_depend_on_each_other_never_serve_a_forward_pass(probes):  # [N15]
+    for name in ("deep_gemm", "cublaslt", "triton"):
+        probes[name] = dataclasses.replace(probes[name], row_invariant=False)
+    assert registry.choose(Gemm(4096, 4096), CUDA).name == "reference"
+    assert registry.choose(Gemm(4096, 0, 1), CUDA).name == "cublaslt"
+    with pytest.raises(ProviderError, match="may depend on how many rows there are"):
+        registry.pin("cublaslt", CUDA, [Gemm(4096, 4096)])
+
+
+def test_what_is_refused_is_not_chosen(probes):  # [C1]
+    probes["deep_gemm"] = Finding("deep_gemm", False, "nvcc 12.1 is too old")
+    assert registry.choose(Gemm(4096, 4096), CUDA).name == "triton"
+    assert registry.refusal("deep_gemm", Gemm(4096, 4096), CUDA) == "nvcc 12.1 is too old"
+
+
+def test_quantisers(probes):
+    assert registry.choose(Quantizer(1, 128, JET), CUDA).name == "triton"
+    assert registry.choose(Quantizer(0, 0, JET), CUDA).name == "reference"
+    assert registry.choose(Quantizer(1, 128, (448.0, 0.0, "div", False)), CUDA).name == "reference"
+    assert "quantiser" in str(registry.PROVIDERS["deep_gemm"].refuses(Quantizer(1, 128, JET)))
+
+
+def test_a_pinned_provider_that_cannot_serve_is_an_error_before_anything_runs(probes):
+    model = [gemm for size in ((4096, 4096), (576, 576)) for gemm in registry.linear_gemms(*size)]
+    with pytest.raises(ProviderError) as error:
+        registry.pin("deep_gemm", CUDA, model)
+    assert str(error.value) == (
+        "provider 'deep_gemm' cannot run FPROP and DGRAD GEMM N=576 K=576, scales 1x128 · 128x128: K=576 is not a "
+        "multiple of 128; unpin it, or pin one that can: triton, reference"
+    )
+    assert registry.choose(Gemm(576, 576), CUDA).name == "triton"  # nothing was pinned
+    registry.pin("deep_gemm", CUDA, model[:3])
+    assert registry.choose(Gemm(4096, 0, 1), CUDA).name == "deep_gemm"
+    with pytest.raises(ProviderError, match="cannot run FPROP and DGRAD GEMM N=576"):
+        registry.choose(Gemm(576, 576), CUDA)
+
+
+def test_pinning_what_is_not_there(probes):
+    with pytest.raises(ProviderError, match="provider 'cutlass': expected one of deep_gemm, cublaslt, triton"):
+        registry.pin("cutlass", CUDA)
+    probes["deep_gemm"] = Finding("deep_gemm", False, "nvcc 12.1 is too old")
+    with pytest.raises(ProviderError, match="cannot run on cuda:0: nvcc 12.1 is too old; usable here: cublaslt"):
+        registry.pin("deep_gemm", CUDA)
+
+
+def test_findings_are_one_line_for_each_provider():
+    rows = registry.findings(CPU)
+    assert [name for name, _ in rows] == ["deep_gemm", "cublaslt", "triton", "reference"]
+    assert all("\n" not in line and line.startswith(("usable: ", "refused: ")) for _, line in rows)
+
+
+# ------------------------------------------------------------------------------------------- layouts without a GPU
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "gemm"),
+    [(5, Gemm(768, 1024)), (130, Gemm(640, 384)), (576, Gemm(576, 130, 1)), (8192, Gemm(24576, 4096))],
+)
+def test_cublaslt_lowering_type_checks_on_the_meta_device(num_rows, gemm, bias):  # [K5]
+    """N in whole blocks: for a ragged one torch 2.13's meta function expects ⌊N/128⌋ scales, its CUDA code ⌈N/128⌉."""
+    meta = {"device": "meta", "dtype": torch.float32}
+    groups = -(-gemm.depth // 128)
+    a, b = (torch.empty(n, gemm.depth, **meta).to(reference.E4M3) for n in (num_rows, gemm.num_out))
+    scales = torch.empty(num_rows, groups, **meta), torch.empty(-(-gemm.num_out // gemm.b_rows), groups, **meta)
+    shift = torch.empty(gemm.num_out, device="meta", dtype=torch.bfloat16) if bias else None
+    out = cublaslt.CublasLt().fp8_gemm(a, scales[0], b, scales[1], shift, gemm.b_rows, 128)
+    assert (out.shape, out.dtype) == ((num_rows, gemm.num_out), torch.bfloat16)
+
+
+def test_block_scales_are_padded_to_multiples_of_four():  # [K5]
+    scale = torch.arange(1.0, 31.0).view(6, 5)
+    for pad_rows in (False, True):
+        padded = cublaslt.block_scales(scale, pad_rows)
+        assert padded.shape == (8, 8 if pad_rows else 6)
+        assert padded.stride() == (1, 8)
+        assert torch.equal(padded.t()[:6, :5], scale)
+        assert padded.sum() == scale.sum()
+
+
+def test_whole_groups_of_tokens():  # [P9]
+    codes = torch.ones(3, 130).to(reference.E4M3)
+    padded = cublaslt.whole_groups(codes, more_rows=1).float()
+    assert padded.shape == (4, 256)
+    assert padded.sum() == codes.float().sum()
+
+
+# ------------------------------------------------------------------------------------------------ kernels, no GPU
+
+
+@pytest.mark.slow
+def test_kernels_index_rightly_in_the_interpreter():
+    pytest.importorskip("triton", reason="the kernels are written in triton")
+    script = Path(__file__).with_name("triton_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+def _intermediate(kernel, signature: dict[str, str], constants: dict[str, object]) -> str:
+    """Triton's own intermediate code of ``kernel`` for Hopper; no GPU is needed to compile."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=values)
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+
+
+def _narrow_offsets(text: str) -> list[str]:
+    """Products of 32-bit tensors: what wraps past 2^31 elements."""
+    return re.findall(r"^.*arith\.muli .*tensor<[\dx]+xi32>.*$", text, re.M)
+
+
+RULE = {"DIVISION": 0, "POWER_OF_TWO": False, "SATURATES": True, "NATIVE": True}
+BYTES = dict.fromkeys(("codes", "codes_t"), "*u8")
+FLOATS = dict.fromkeys(("x_scales", "scales", "scales_t", "a_scale", "b_scale"), "*fp32")
+TYPES = BYTES | FLOATS | {"x": "*bf16", "qmax": "fp32", "amax_floor": "fp32"}
+CODES = {"a": "*fp8e4nv", "b": "*fp8e4nv", "bias": "*bf16", "out": "*bf16"}
+
+
+@pytest.mark.slow
+def test_offsets_are_sixty_four_bit():  # [K9]
+    """Rows x strides is a product of 64-bit numbers in every kernel; and the check sees one that is not."""
+    pytest.importorskip("triton", reason="the kernels are written in triton")
+    import triton
+    import triton.language as tl
+
+    from jetgraph.lowering import triton_gemm, triton_quantize
+
+    tile = {"X_COLS": 128, "ROWS": 128, "COLS": 1, "TILE_R": 128, "TILE_C": 16}
+    gemm = {"HAS_BIAS": True, "B_ROWS": 1, "GROUP": 128, "EVEN": False, "WIDEN": False}
+    kernels = [
+        (triton_quantize.quantize_kernel, TYPES, tile | RULE),
+        (triton_quantize.quantize_twice_kernel, TYPES, {"GROUP": 128, "PART_R": 16, "PART_C": 16} | RULE),
+        (triton_gemm.fp8_gemm_kernel, TYPES | CODES, gemm | {"BLOCK_M": 64, "BLOCK_N": 128, "SWIZZLE": 8}),
+    ]
+    for kernel, signature, constants in kernels:
+        text = _intermediate(kernel, signature, constants)
+        assert "tt.addptr" in text
+        assert _narrow_offsets(text) == []
+
+    @triton.jit
+    def narrow(x, stride, WIDTH: tl.constexpr):
+        rows = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        tl.store(x + rows * stride, 0.0)
+
+    assert _narrow_offsets(_intermediate(narrow, {"x": "*fp32"}, {"WIDTH": 128}))
