@@ -122,18 +122,21 @@ def run_region(
     backend: Backend,
     module: torch.nn.Module,
     compiled: Callable,
+    check: Callable[[], None],
     proven: Callable[..., contextlib.AbstractContextManager] | None = None,
 ) -> Callable:
     """What a region's `_compiled_call_impl` becomes: Dynamo never sees the recorder's dispatch mode.
 
     Batch and sequence axes are marked dynamic on the way in, so one compile serves every size above 1.  With a KV
     cache (`generate`) the block runs eagerly: a cache is indexed by layer, so each block would compile for itself; its
-    linears run their declared precision either way.  ``proven`` checks a call and holds while it is traced.
+    linears run their declared precision either way, and ``check`` raises if some declare none.  ``proven`` checks a
+    call and holds while it is traced.
     """
 
     @torch.compiler.disable(recursive=False)  # an outer torch.compile breaks here and calls the block as compiled
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None:
+            check()
             return module._call_impl(*args, **kwargs)
         _mark_sizes_dynamic(args, kwargs)
         backend.running = name
@@ -147,6 +150,7 @@ def run_region(
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():  # the operators of the linears are exported, region or not
+            check()
             return module._call_impl(*args, **kwargs)
         return call(*args, **kwargs)
 

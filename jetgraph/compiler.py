@@ -3,8 +3,8 @@
     model ──linears declare their precision──▶ regions ──▶ Backend ──joint graph──▶ quantise linears ──partition──▶ runs
 
 The model stays the Hugging Face module it was: same class, parameters, names and state_dict.  What is new hangs on
-`model.jetgraph`, a `Compiled`: coverage, compile times, and `capture()`, which records a live step and lifts it to the
-`PrecisionGraph` of what ran.
+`model.jetgraph`, a `Compiled`: what ran, compile times, what is saved for backward.  `jetgraph.trainer.capture_step`
+takes it, records a live step and lifts it to the `PrecisionGraph` of what ran.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def _compile_regions(model: torch.nn.Module, compiled: Compiled) -> None:
             backends[signature] = Backend(name, _lowering(decisions, name, compiled.policy), compiled.codegen)
         backend = compiled.regions[name] = backends[signature]
         module.compile(backend=backend, fullgraph=True)
-        run = run_region(name, backend, module, module._compiled_call_impl, _proof_of_masks(module, compiled))  # type: ignore[arg-type]
+        check = partial(_refuse_undeclared, module, name, compiled.policy)
+        proof = _proof_of_masks(module, compiled)
+        run = run_region(name, backend, module, module._compiled_call_impl, check, proof)  # type: ignore[arg-type]
         module._compiled_call_impl = run  # type: ignore[assignment]
     object.__setattr__(model, "jetgraph", compiled)
     object.__setattr__(model, "__deepcopy__", partial(_copy_compiled, model))
@@ -258,16 +260,30 @@ def _lowering(
 
     def lower(module: GraphModule) -> list[LoweredGemm]:
         for relative in find_plain_linears(module.graph):
-            fqn = ".".join(part for part in (region, relative) if part)
-            if policy.linear(fqn).quantized:
-                raise CompileError(
-                    f"{fqn} was added after jetgraph.compile and would silently run in BF16, where policy "
-                    f"{policy.name!r} demands FP8 ({policy.linear(fqn).reason}). Add adapters before compiling, with "
-                    "a policy rule for them"
-                )
+            _refuse_if_quantized(_join(region, relative), policy)
         return quantize_linears(module)
 
     return lower
+
+
+def _refuse_undeclared(region: torch.nn.Module, name: str, policy: Policy) -> None:
+    for relative, part in region.named_modules():
+        if isinstance(part, torch.nn.Linear) and not isinstance(part, Linear):
+            _refuse_if_quantized(_join(name, relative), policy)
+
+
+def _refuse_if_quantized(fqn: str, policy: Policy) -> None:
+    """A plain linear in a region: fine where the policy keeps it in BF16."""
+    precision = policy.linear(fqn)
+    if precision.quantized:
+        raise CompileError(
+            f"{fqn} was added after jetgraph.compile and would silently run in BF16, where policy {policy.name!r} "
+            f"demands FP8 ({precision.reason}). Add adapters before compiling, with a policy rule for them"
+        )
+
+
+def _join(region: str, relative: str) -> str:
+    return ".".join(part for part in (region, relative) if part)
 
 
 def _first_names(regions: dict[str, Backend]) -> dict[str, Backend]:

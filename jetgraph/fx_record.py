@@ -106,8 +106,12 @@ _GETATTR = re.compile(r"getattr\(((?:(?!getattr\().)*?), '([^']*)'\)")
 
 
 def source_line(stack_trace: str | None) -> str:
-    """``file.py:line`` of the innermost frame of a stack trace; only the last three path parts, so it is portable."""
+    """``file.py:line`` of a stack trace's innermost frame; only the last three path parts, so it is portable.
+
+    `jetgraph.linear` is passed over: whoever called the linear is what the reader wants to see.
+    """
     frames = _FRAME.findall(stack_trace or "")
+    frames = [frame for frame in frames if not frame[0].endswith("jetgraph/linear.py")] or frames
     if not frames:
         return ""
     path, line, _ = frames[-1]

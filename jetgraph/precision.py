@@ -94,7 +94,7 @@ class Division(str, Enum):
     RECIPROCAL_OF_SCALE = "mul1/s"
     """code = x * (1 / scale), scale = amax / qmax (DeepGEMM)"""
     RECIPROCAL_OF_AMAX = "mulq/a"
-    """code = x * (qmax / amax), scale = amax / qmax (VeRL's weight sync)"""
+    """code = x * (qmax * (1 / amax)), scale = amax / qmax (VeRL's sync: torch's number / tensor)"""
 
     def __str__(self) -> str:
         return self.value

@@ -9,7 +9,8 @@ If only the *checkpoint's* part is known and loading changed it, the stored part
 the rule that `requant_weight_ue8m0_inplace` is attested to have.  Anything else is an `operand` leaf that nothing
 accounts for; a weight packed for another kernel cannot even be read, and is unknown.
 
-No replay has been made of these graphs; `meta["replay"]` says so, and verification reports JG093.
+`jetgraph_vllm.stock_replay` replays the lifted graph where the engine runs; the capture holds the outcome by the
+graph's digest.  A graph that was not replayed says so in ``meta["replay"]``, and verification reports JG093.
 """
 
 from __future__ import annotations
@@ -363,6 +364,6 @@ class _StockLifter:
             "operands": dict(sorted(self.operands.items())),
             "scope": {name: dict(demand) for name, demand in sorted(self.scope.items())},
             "kernels": {k: {"row_invariant": False} for k in sorted({n.kernel for n in graph.nodes if n.kernel})},
-            "replay": {"passed": None, "cases": []},
+            "replay": self.capture.replay_of(graph),
             "unknown": sorted(set(self.lifter.unknown)),
         }

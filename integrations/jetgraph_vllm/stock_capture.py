@@ -11,7 +11,8 @@ The file holds no weights: shapes, dtypes, and sha256 of each checkpoint part's 
 them after loading.  `jetgraph_vllm.stock_format` reads it; `jetgraph_vllm.lift_stock` lifts it.
 
 A job:  {"model": folder, "out": file, "label": text, "mode": 2 | 3, "custom_ops": ["all"] | null,
-         "pass_config": {...} | null, "llm": {keywords of vllm.LLM}}
+         "pass_config": {...} | null, "llm": {keywords of vllm.LLM},
+         "trainings": folder of train_NAME.json[.gz], optional: replay the graphs lifted against them (mode 2)}
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ import torch.fx
 
 from jetgraph.fx_record import record_node, record_value
 from jetgraph.record import Op, Ref
-from jetgraph_vllm import capture
+from jetgraph_vllm import capture, stock_replay
 from jetgraph_vllm import stock_facts as facts
+from jetgraph_vllm.judge_stock import read_trainings
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -113,7 +115,12 @@ def capture_stock(job: dict[str, Any]) -> dict[str, Any]:
     attempt("settings", lambda: facts.settings(llm.llm_engine.vllm_config))
     attempt("config", lambda: json.loads(Path(job["model"], "config.json").read_text()))
     heads = _watched_heads(model, record)
-    attempt("sampler", lambda: _generate(llm, runner))
+    keep: Any = contextlib.nullcontext([])
+    replayed = bool(job.get("trainings")) and job["mode"] == 2
+    if replayed:
+        keep = stock_replay.recording(model, logprobs=not hasattr(runner.sampler, "compute_logprobs"))
+    with keep as steps:
+        attempt("sampler", lambda: _generate(llm, runner))
     names = facts.live_names(model)
     attempt("tensors", lambda: {n: facts.fact(t) for n, t in facts.live_tensors(model).items()})
     attempt("linears", lambda: facts.linears(model, Path(job["model"])))
@@ -126,6 +133,9 @@ def capture_stock(job: dict[str, Any]) -> dict[str, Any]:
         attempt("pieces", lambda: _pieces(pieces, names))
     attempt("heads", lambda: [_graph(head, names) for head in heads])
     attempt("schemas", lambda: schemas(record))
+    if replayed:
+        trainings = read_trainings(Path(job["trainings"]))
+        attempt("replay", lambda: stock_replay.replays(record, model, Path(job["model"]), trainings, steps))
     record["kernel_lines"] = list(dict.fromkeys(lines))
     return record
 

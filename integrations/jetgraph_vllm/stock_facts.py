@@ -104,7 +104,6 @@ def _changes(given: dict[str, torch.Tensor], name: str, codes: torch.Tensor, sca
 def rotary(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Any]:
     """How many entries of the live tables differ from cos/sin(position · inv_freq), by where that is evaluated."""
     tables = {n: b for n, b in model.named_buffers() if n.endswith("cos_sin_cache")}
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     found = {}
     for name, live in tables.items():
         size = live.shape[1]
@@ -113,8 +112,7 @@ def rotary(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Any]:
         entry["formulas"] = []
         places = ["cpu"] if live.device.type == "cpu" else ["cpu", live.device.type]
         for of_frequency in places:
-            exponent = torch.arange(0, size, 2, dtype=torch.int64, device=of_frequency).to(torch.float) / size
-            inv_freq = 1.0 / (rope["rope_theta"] ** exponent)
+            inv_freq = inverse_frequencies(config, size, of_frequency)
             for of_table in places:
                 positions = torch.arange(live.shape[0], device=of_table).float()
                 angle = positions[:, None] * inv_freq.to(of_table)[None]
@@ -130,6 +128,13 @@ def rotary(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Any]:
                 )
         found[name] = entry
     return found
+
+
+def inverse_frequencies(config: dict[str, Any], size: int, device: str) -> torch.Tensor:
+    """FP32 [size/2]: 1/θ^(2i/size), evaluated on ``device`` (``pow`` has other bits on the GPU)."""
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    exponent = torch.arange(0, size, 2, dtype=torch.int64, device=device).to(torch.float) / size
+    return 1.0 / (rope["rope_theta"] ** exponent)
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jetgraph.graph import PrecisionGraph
 from jetgraph.record import Op, Ref, _decode_op
 from jetgraph_vllm.storages import functional
 
@@ -51,6 +52,8 @@ class StockCapture:
     config: dict[str, Any]
     compiler: str
     """``fx``: the recorded graph is what runs; ``inductor``: kernels were generated from it (JG092)."""
+    replays: dict[str, dict[str, Any]]
+    """Outcomes of `jetgraph_vllm.stock_replay` by the semantic digest of the graph that was replayed."""
 
     @classmethod
     def load(cls, path: str | Path) -> StockCapture:
@@ -92,7 +95,12 @@ class StockCapture:
             data["settings"],
             data["config"],
             "fx" if data.get("body") else "inductor",
+            {outcome["graph"]: outcome for outcome in data.get("replay") or ()},
         )
+
+    def replay_of(self, graph: PrecisionGraph) -> dict[str, Any]:
+        """``meta["replay"]`` of a graph lifted from this capture: nothing, unless that very graph was replayed."""
+        return self.replays.get(graph.semantic_digest, {"passed": None, "cases": []})
 
     def head(self) -> tuple[list[Op], list[StockInput]]:
         """The lm_head graph for any number of rows."""

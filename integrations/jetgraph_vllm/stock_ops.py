@@ -32,9 +32,9 @@ def group_scale(floor: float, *, power_of_two: bool, group: int = 128) -> Scale:
     return Scale(Granularity.per_group(group), ScaleRule(448.0, floor, Division.DIVIDE, power_of_two))
 
 
-def _norm(lift: Lifter, x: Value, weight: Value, eps: float, *, inner: bool) -> Value:
-    """w · x̂ in FP32, or with the inner rounding w · r(x̂); not rounded at the end."""
-    layouts, kernel = lift.layouts, "vllm::rms_norm"
+def _norm(lift: Lifter, x: Value, weight: Value, eps: float, kernel: str, *, inner: bool) -> Value:
+    """w · x̂ in FP32, or with the inner rounding w · r(x̂); not rounded at the end.  ``kernel`` orders the sum."""
+    layouts = lift.layouts
     width = layouts.shape(x)[-1]
     squares = layouts.pointwise("sq", [x], Format.F32)
     if layouts.features(squares) != [a for dim in squares.dims for a in dim if a in layouts.features(squares)]:
@@ -54,13 +54,16 @@ def _round(lift: Lifter, value: Value) -> Value:
 
 def rms_norm(lift: Lifter, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     only(kwargs, result=..., input=..., weight=..., epsilon=...)
-    return (_round(lift, _norm(lift, kwargs["input"], kwargs["weight"], kwargs["epsilon"], inner=False)),)
+    return (
+        _round(lift, _norm(lift, kwargs["input"], kwargs["weight"], kwargs["epsilon"], "vllm::rms_norm", inner=False)),
+    )
 
 
 def fused_add_rms_norm(lift: Lifter, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     only(kwargs, input=..., residual=..., weight=..., epsilon=...)
     total = lift.layouts.pointwise("add", [kwargs["input"], kwargs["residual"]], Format.BF16)
-    return _round(lift, _norm(lift, total, kwargs["weight"], kwargs["epsilon"], inner=False)), total
+    normed = _norm(lift, total, kwargs["weight"], kwargs["epsilon"], "vllm::fused_add_rms_norm", inner=False)
+    return _round(lift, normed), total
 
 
 def _silu_and_mul(lift: Lifter, x: Value, *, inner: bool) -> Value:
@@ -125,9 +128,10 @@ def rms_norm_per_block_quant(lift: Lifter, kwargs: dict[str, Any]) -> tuple[Any,
     only(kwargs, **dict.fromkeys(named, ...))
     x, residual = kwargs["input"], kwargs.get("residual")
     total = x if residual is None else lift.layouts.pointwise("add", [x, residual], Format.F32)
-    normed = _round(lift, _norm(lift, total, kwargs["weight"], kwargs["epsilon"], inner=True))
+    kernel = "vllm::rms_norm_per_block_quant"
+    normed = _round(lift, _norm(lift, total, kwargs["weight"], kwargs["epsilon"], kernel, inner=True))
     scale = group_scale(FUSED_SCALE_FLOOR, power_of_two=False, group=kwargs["group_size"])
-    written = _codes(lift, normed, scale, "vllm::rms_norm_per_block_quant")
+    written = _codes(lift, normed, scale, kernel)
     return written if residual is None else (*written, _round(lift, total))
 
 

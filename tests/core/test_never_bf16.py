@@ -204,6 +204,8 @@ def test_adapters_added_after_compile_raise(model):
     add_adapters(model)
     with pytest.raises(Exception, match=r"q_proj.lora_A was added after .* would silently run in BF16"):
         one_step(model, random_ids(model, 1, 40))
+    with pytest.raises(CompileError, match=r"q_proj.lora_A was added after"):
+        model.eval().generate(random_ids(model, 1, 4), max_new_tokens=1, use_cache=True, pad_token_id=0)
     with pytest.raises(CoverageError, match=r"q_proj.lora_A: BF16, added after compile"):
         model.jetgraph.coverage().require()
 
