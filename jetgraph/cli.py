@@ -177,7 +177,7 @@ def verify(
             result = verify_model(train, trainer, engine, work, stock=stock, say=say)
             certificate = certificate or work / "certificate.json"
         elif infer is None:
-            raise ValueError(f"{train} is not a model folder; give the rollout's graph too")
+            raise ValueError(f"{_existing(train)} is not a model folder; give the rollout's graph too")
         else:
             result = verify_files(train, infer)
         if certificate is not None and result.certificate is not None:

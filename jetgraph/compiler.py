@@ -23,7 +23,8 @@ from jetgraph import exported
 from jetgraph.backend import CODEGENS, Backend, run_region
 from jetgraph.coverage import Coverage, coverage
 from jetgraph.errors import CompileError
-from jetgraph.linear import Linear, convert
+from jetgraph.graph import Role
+from jetgraph.linear import Linear, check_convertible, convert
 from jetgraph.passes.linears import find_plain_linears
 from jetgraph.passes.quantize_linears import LoweredGemm, quantize_linears
 from jetgraph.passes.saved import SavedTensor, saved_tensors
@@ -73,7 +74,12 @@ class Compiled:
 
     def coverage(self) -> Coverage:
         """What every linear ran as so far; ``coverage().require()`` after a step proves that none was left out."""
-        return coverage(self.model, self.policy, self.regions)
+        report = coverage(self.model, self.policy, self.regions, reference=self.provider == "reference")
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        if self.provider == "reference" and attention not in (None, "jetgraph"):
+            switched = f"attention {attention!r} was set after compile; expected 'jetgraph'"
+            report = dataclasses.replace(report, others=(switched,))
+        return report
 
     def saved(self) -> list[SavedTensor]:
         """What each compiled region keeps for backward, and for whom."""
@@ -158,19 +164,37 @@ def _use_reference_attention(model: torch.nn.Module) -> None:
 def declare_precision(model: torch.nn.Module, policy: Policy, provider: str) -> None:
     """Turn every linear that the policy quantises, and with the reference provider every other, into `Linear`.
 
+    All are checked before the first is changed, so a refused model is left as it was.
+
     Raises:
-        CompileError: one of them is a subclass of `nn.Linear` with a forward of its own.
+        CompileError: one of them is a subclass of `nn.Linear` with a forward of its own, or stands at two places to
+            which the policy gives two precisions.
     """
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear):
-            continue
-        precision = policy.linear(name)
+    places = [
+        (name, module, policy.linear(name))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear)
+    ]
+    declared: dict[int, tuple[str, LinearPrecision]] = {}
+    for name, module, precision in places:
+        first, other = declared.setdefault(id(module), (name, precision))
+        if other.without_reason() != precision.without_reason():
+            raise CompileError(
+                f"{first} and {name} are one layer; policy {policy.name!r} gives it two precisions "
+                f"({other.reason} and {precision.reason})"
+            )
+        if precision.quantized or provider == "reference":
+            check_convertible(module, name, precision)
+    for name, module, precision in reversed(places):  # the first name of a shared layer is the one that stays
         if precision.quantized or provider == "reference":
             convert(module, name, precision)
 
 
 def _compile_regions(model: torch.nn.Module, compiled: Compiled) -> None:
     backends: dict[tuple, Backend] = {}
+    for part in model.modules():
+        if isinstance(part, Linear):
+            part.num_eager_calls = 0  # what a copy or an unpickled model ran before says nothing of this one
     for name, module in find_regions(model, compiled.scope):
         decisions = _decisions(module)
         signature = (type(module), tuple(sorted(decisions.items())))
@@ -261,7 +285,17 @@ def _lowering(
     def lower(module: GraphModule) -> list[LoweredGemm]:
         for relative in find_plain_linears(module.graph):
             _refuse_if_quantized(_join(region, relative), policy)
-        return quantize_linears(module)
+        lowered = quantize_linears(module)
+        missed = {fqn for fqn, p in decisions.items() if p.quantized} - {
+            gemm.fqn for gemm in lowered if gemm.role is Role.FPROP
+        }
+        if missed:
+            raise CompileError(
+                f"linears {sorted(missed)} of {region or 'the model'} (or of a block like it) are FP8 in policy "
+                f"{policy.name!r}, but their forward does not appear in what the block runs: it may use their weights "
+                "by itself, in BF16"
+            )
+        return lowered
 
     return lower
 

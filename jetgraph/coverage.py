@@ -45,6 +45,8 @@ class LinearCoverage:
 @dataclass(frozen=True)
 class Coverage:
     rows: tuple[LinearCoverage, ...]
+    others: tuple[str, ...] = ()
+    """What else is not as compiled."""
 
     @property
     def problems(self) -> tuple[LinearCoverage, ...]:
@@ -56,6 +58,8 @@ class Coverage:
         Raises:
             CoverageError: some did not; names the first ones and says why.
         """
+        if self.others:
+            raise CoverageError("; ".join(self.others))
         if self.problems:
             named = "; ".join(f"{row.fqn}: {row.problem}" for row in self.problems[:5])
             more = f" (and {len(self.problems) - 5} more)" if len(self.problems) > 5 else ""
@@ -69,22 +73,26 @@ class Coverage:
         return "\n".join([*lines, f"{covered} of {len(self.rows)} linears ran as declared"])
 
 
-def coverage(model: torch.nn.Module, policy: Policy, regions: Mapping[str, Backend]) -> Coverage:
-    """The report for ``model``; ``regions`` are its compiled regions by FQN."""
+def coverage(model: torch.nn.Module, policy: Policy, regions: Mapping[str, Backend], *, reference: bool) -> Coverage:
+    """The report for ``model``; ``regions`` are its compiled regions by FQN; ``reference``: its provider."""
     return Coverage(
         tuple(
-            _row(name, module, policy, regions)
-            for name, module in model.named_modules()
+            _row(name, module, policy, regions, reference)
+            for name, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, torch.nn.Linear)
         )
     )
 
 
-def _row(name: str, module: torch.nn.Linear, policy: Policy, regions: Mapping[str, Backend]) -> LinearCoverage:
+def _row(
+    name: str, module: torch.nn.Linear, policy: Policy, regions: Mapping[str, Backend], reference: bool
+) -> LinearCoverage:
+    demanded = policy.linear(name)
     if not isinstance(module, Linear):
-        declared = policy.linear(name)
-        problem = f"BF16, added after compile ({declared.reason} demands FP8)" if declared.quantized else ""
-        return LinearCoverage(name, "bf16", declared.reason, problem=problem)
+        problem = f"BF16, added after compile ({demanded.reason} demands FP8)" if demanded.quantized else ""
+        if reference and not problem:
+            problem = "torch's own GEMM, added after compile (provider 'reference' runs none)"
+        return LinearCoverage(name, "bf16", demanded.reason, problem=problem)
     region = next((r for r in regions if r == "" or name.startswith(f"{r}.")), None)
     calls, roles = 0, set()
     if region is not None:
@@ -95,7 +103,11 @@ def _row(name: str, module: torch.nn.Linear, policy: Policy, regions: Mapping[st
         roles = {gemm.role for variant in backend.compiled for gemm in variant.lowered if gemm.fqn == relative}
     precision = module.precision
     problem = ""
-    if not calls and not module.num_eager_calls:
+    if precision.without_reason() != demanded.without_reason():
+        problem = (
+            f"{precision.weight.short()} ({precision.reason}); expected {demanded.weight.short()} ({demanded.reason})"
+        )
+    elif not calls and not module.num_eager_calls:
         problem = "not seen to run (not called yet, or traced by another compiler)"
     elif calls and precision.quantized and Role.FPROP not in roles:
         problem = "its FP8 GEMM is missing from its region"

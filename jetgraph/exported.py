@@ -64,10 +64,13 @@ def _restore(module: GraphModule, node: Node) -> None:
     stack = node.meta.get("nn_module_stack")
     fqn = list(stack.values())[-1][0] if stack else ""
     x, weight, *bias = node.args
-    if not fqn or not _is_stored(weight) or (bias and not _is_stored(bias[0])):
+    modules = dict(module.named_modules())
+    is_leaf = fqn != "" and (fqn not in modules or not any(True for _ in modules[fqn].children()))
+    if not is_leaf or not _is_stored(weight) or (bias and not _is_stored(bias[0])):
         raise ExportError(
-            f"node {node.name} is a linear {'at ' + fqn if fqn else 'of no module'}; expected one whose module is "
-            "known and whose weight and bias are parameters. Export with strict=False from the original model"
+            f"node {node.name} is a linear {f'inside {fqn}' if fqn else 'of no module'}; expected one of an nn.Linear "
+            "whose module is known and whose weight and bias are parameters. Export with strict=False from the "
+            "original model"
         )
     stored = _attribute(module, weight)  # type: ignore[arg-type]
     linear = torch.nn.Linear(stored.shape[1], stored.shape[0], bias=bool(bias), device="meta")
@@ -75,7 +78,7 @@ def _restore(module: GraphModule, node: Node) -> None:
     if bias:
         linear.bias = _attribute(module, bias[0])  # type: ignore[arg-type, assignment]
     parent, _, name = fqn.rpartition(".")
-    if parent not in dict(module.named_modules()):
+    if parent not in modules:
         module.add_submodule(parent, torch.nn.Module())
     setattr(module.get_submodule(parent), name, linear)
     with module.graph.inserting_before(node):

@@ -91,8 +91,11 @@ def module_fqn(node: torch.fx.Node) -> str:
 
 
 def relative_fqn(fqn: str) -> str:
-    """``L['self'].mlp.up_proj`` → ``mlp.up_proj``."""
-    return fqn.removeprefix("L['self']").removeprefix(".")
+    """``L['self'].mlp.up_proj``, or with ``.forward.__self__`` if set on the instance → ``mlp.up_proj``."""
+    return _ROOT.sub("", fqn).replace("forward.__self__.", "").removeprefix(".")
+
+
+_ROOT = re.compile(r"^L\['\w+'\]")
 
 
 def _dotted(fqn: str) -> str:

@@ -160,6 +160,7 @@ class PrecisionGraph:
 
     def save(self, path: str | Path) -> Path:
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json(), encoding="utf-8")
         return path
 

@@ -8,6 +8,8 @@ for a quantised layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,33 +50,48 @@ class Linear(torch.nn.Linear):
 
     def _in_bf16(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         weight, bias = self.weight, self.bias
-        if x.dtype is weight.dtype is torch.bfloat16:
+        if x.dtype is weight.dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16):
             return x, weight, bias
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16:
             cast = torch.bfloat16
             return x.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
         raise PrecisionError(
-            f"{self.fqn}: input is {x.dtype} and weight is {weight.dtype}; expected both torch.bfloat16. With FP32 "
+            f"{self.fqn}: input is {x.dtype}, weight {weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; "
+            "expected torch.bfloat16. With FP32 "
             "masters train under torch.autocast(dtype=torch.bfloat16) or FSDP2's "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"num_eager_calls": 0}  # a copy has run nothing yet
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.precision.weight.short()}"
 
 
-def convert(module: torch.nn.Linear, fqn: str, precision: LinearPrecision) -> None:
-    """Make ``module`` a `Linear` in place.
+def check_convertible(module: torch.nn.Linear, fqn: str, precision: LinearPrecision) -> None:
+    """Whether ``module`` can become a `Linear` of ``precision``.
 
     Raises:
-        PrecisionError: its class is a subclass of `nn.Linear` with a forward of its own.
+        PrecisionError: its class replaces `nn.Linear`'s forward, or it is one of another precision already.
     """
-    if type(module).forward is not torch.nn.Linear.forward:
+    if isinstance(module, Linear):
+        if module.precision.without_reason() != precision.without_reason():
+            raise PrecisionError(
+                f"{fqn} is declared to run {module.precision.weight.short()} ({module.precision.reason}) already, as "
+                f"{module.fqn}; expected {precision.weight.short()} ({precision.reason}): one layer has one precision"
+            )
+    elif type(module).forward is not torch.nn.Linear.forward:
         raise PrecisionError(
             f"{fqn} is a {type(module).__name__}, which replaces nn.Linear's forward; jetgraph cannot tell what it "
-            "computes. Compile before wrapping, or give it a policy rule that leaves it out"
+            "computes. Compile before wrapping it"
         )
+
+
+def convert(module: torch.nn.Linear, fqn: str, precision: LinearPrecision) -> None:
+    """Make ``module`` a `Linear` in place, as `check_convertible` allows."""
+    check_convertible(module, fqn, precision)
     module.__class__ = Linear
     module.fqn, module.precision, module.precision_text = fqn, precision, str(precision)  # type: ignore[assignment]
     module.num_eager_calls = 0  # type: ignore[assignment]

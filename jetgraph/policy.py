@@ -58,6 +58,10 @@ class LinearPrecision:
     def quantized(self) -> bool:
         return self.weight.format is Format.E4M3
 
+    def without_reason(self) -> LinearPrecision:
+        """The representation alone, for comparing."""
+        return replace(self, reason="")
+
     @property
     def group(self) -> int:
         """Codes along the contraction axis that share one scale; 0 is the whole axis."""

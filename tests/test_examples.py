@@ -34,7 +34,6 @@ def small_model(tmp_path_factory) -> Path:
 def test_example(name: str, small_model: Path, tmp_path: Path) -> None:
     lines = (REPOSITORY / "examples" / name).read_text().splitlines()
     assert len(lines) < 80
-    (tmp_path / "out").mkdir()
     run = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / name), str(small_model)],
         cwd=tmp_path,

@@ -63,6 +63,8 @@ def proven_plain(model: torch.nn.Module) -> Callable[..., contextlib.AbstractCon
 
     def prove(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
         named = signature.bind_partial(*args, **kwargs).arguments
+        if not getattr(model.config, "is_causal", True):
+            raise UnknownMask("config.is_causal is False", "the reference attention is causal")
         return masks.proven_plain(named | named.pop("kwargs", {}))
 
     return prove
@@ -87,6 +89,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention interface of transformers; every argument is read or refused.
@@ -100,6 +103,8 @@ def _attention(
             f"{type(module).__name__} got a mask of type {type(attention_mask).__name__}",
             "pass attention_mask as [batch, length] of 0 and 1, or None",
         )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnknownMask(f"{type(module).__name__} has is_causal=False", "the reference attention is causal")
     window = sliding_window or 0
     if window != int(attention_mask.window):
         raise UnknownMask(

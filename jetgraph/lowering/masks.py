@@ -60,13 +60,13 @@ _proven_plain = False
 
 
 def traced_whole() -> bool:
-    """Whether `proven_plain` has checked the call that is being traced."""
-    return _proven_plain
+    """Whether `proven_plain` has checked the call that is being traced (by this thread: others trace nothing now)."""
+    return torch.compiler.is_dynamo_compiling() and _proven_plain
 
 
 def classify(*args: Any, **kwargs: Any) -> Mask:
     """The mask interface of transformers (`ALL_MASK_ATTENTION_FUNCTIONS`) for `jetgraph::attention`; see `prove`."""
-    if _proven_plain:
+    if traced_whole():
         return Mask(str(kwargs.get("local_size") or 0), None)
     return prove(*args, **kwargs)
 
@@ -174,7 +174,8 @@ def proven_plain(arguments: dict[str, Any]) -> Iterator[None]:
     """
     global _proven_plain
     positions = arguments.get("position_ids")
-    odd = [name for name in ("attention_mask", "past_key_values", "cu_seq_lens_q") if arguments.get(name) is not None]
+    known = ("attention_mask", "past_key_values", "cu_seq_lens_q", "is_causal")
+    odd = [name for name in known if arguments.get(name) is not None]
     if positions is not None and (torch.diff(positions, dim=1) != 1).any():
         odd.append("position_ids that restart")
     if odd:

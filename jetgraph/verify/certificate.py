@@ -97,6 +97,7 @@ class Certificate:
 
     def save(self, path: str | Path) -> Path:
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.to_bytes())
         return path
 

@@ -30,10 +30,13 @@ class Terms:
         self._numbers: dict[tuple, int] = {}
         self._known: dict[tuple[str, int, int], tuple[int, Node]] = {}
         self._table: dict[tuple[int, ...], int] = {}
+        first: dict[int, int] = {}  # a lifted graph has one node per term; one written by hand may repeat itself
         for index in forward.live:
             node = self.nodes[index]
-            ports = sorted(node.inputs) if node.op in COMMUTATIVE else node.inputs
-            self._table[(self._number(node), *ports)] = index
+            ports = [first[i] for i in node.inputs]
+            if node.op in COMMUTATIVE:
+                ports.sort()
+            first[index] = self._table.setdefault((self._number(node), *ports), index)
 
     def find(self, node: Node, inputs: Sequence[int]) -> int | None:
         """The trainer's node with this node's meaning over ``inputs``, which are the trainer's."""

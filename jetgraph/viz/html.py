@@ -39,6 +39,7 @@ def write_html(
     derived here.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_html(train, infer, differences, title, verdict), encoding="utf-8")
     return path
 

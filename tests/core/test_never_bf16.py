@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -157,7 +158,7 @@ def test_the_recompile_limit_raises(model, monkeypatch):
 
 def test_float32_without_autocast_raises():
     model = jetgraph.compile(random_model().float(), "jet")
-    with pytest.raises(Exception, match=r"expected both torch.bfloat16. With FP32 masters train under torch.autocast"):
+    with pytest.raises(Exception, match=r"expected torch.bfloat16. With FP32 masters train under torch.autocast"):
         one_step(model, random_ids(model, 1, 40))
     linear = model.model.layers[0].mlp.up_proj
     with pytest.raises(PrecisionError, match=r"model.layers.0.mlp.up_proj: input is torch.float32"):
@@ -210,6 +211,63 @@ def test_adapters_added_after_compile_raise(model):
         model.jetgraph.coverage().require()
 
 
+def test_a_block_of_another_policy_put_in_after_compile_raises_and_is_a_problem(model):
+    model.model.layers[1].mlp = jetgraph.compile(random_model(), "bf16").model.layers[1].mlp
+    with pytest.raises(
+        Exception, match=r"'mlp.gate_proj'.* are FP8 in policy 'jet', but their forward does not appear"
+    ):
+        one_step(model, random_ids(model, 1, 40))
+    with pytest.raises(CoverageError, match=r"layers.1.mlp.gate_proj: bf16 \(bf16: \*\); expected f8e4m3"):
+        model.jetgraph.coverage().require()
+
+
+def test_a_weight_used_without_its_linear_raises(model):
+    """In the first graph and in any later one: each variant of a block must hold every FP8 linear that it declares."""
+    one_step(model, random_ids(model, 1, 40))
+
+    def forward(self, x):
+        gate = torch.nn.functional.linear(x, self.gate_proj.weight)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(forward, layer.mlp)
+    with pytest.raises(Exception, match=r"'mlp.gate_proj'.* their forward does not appear in what the block runs"):
+        one_step(model, random_ids(model, 1, 40))
+
+
+def test_a_forward_set_on_the_instance_keeps_its_names(model, expected):
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(type(layer.mlp).forward, layer.mlp)
+    assert_step_equals(model, expected)
+    model.jetgraph.coverage().require()
+
+
+def test_one_layer_at_two_places_has_one_precision():
+    model = random_model()
+    model.model.layers[1].mlp.down_proj = model.model.layers[0].mlp.down_proj
+    policy = get_policy("jet").override("model.layers.0.mlp.down_proj", None)
+    with pytest.raises(CompileError, match=r"layers.0.mlp.down_proj and model.layers.1.mlp.down_proj are one layer"):
+        jetgraph.compile(model, policy)
+    assert type(model.lm_head) is torch.nn.Linear  # refused before anything was changed
+
+
+def test_attention_and_head_changed_after_compile_are_problems(model, expected):
+    assert_step_equals(model, expected)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(CoverageError, match="attention 'sdpa' was set after compile"):
+        model.jetgraph.coverage().require()
+    model.set_attn_implementation("jetgraph")
+    model.lm_head = torch.nn.Linear(320, 512, bias=False, dtype=torch.bfloat16)
+    with pytest.raises(CoverageError, match="lm_head: torch's own GEMM, added after compile"):
+        model.jetgraph.coverage().require()
+
+
+def test_attention_that_is_no_longer_causal_raises(model):
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(Exception, match="Qwen3Attention has is_causal=False"):
+        one_step(model, random_ids(model, 1, 40))
+
+
 def test_a_linear_with_a_forward_of_its_own_is_refused():
     class Scaled(torch.nn.Linear):
         def forward(self, input):
@@ -219,3 +277,5 @@ def test_a_linear_with_a_forward_of_its_own_is_refused():
     model.model.layers[0].mlp.up_proj.__class__ = Scaled
     with pytest.raises(CompileError, match=r"mlp.up_proj is a Scaled, which replaces nn.Linear's forward"):
         jetgraph.compile(model, "jet")
+    model.model.layers[0].mlp.up_proj.__class__ = torch.nn.Linear
+    jetgraph.compile(model, "jet")  # the refusal changed nothing

@@ -109,5 +109,30 @@ def test_a_linear_with_a_computed_weight_is_refused():
             return torch.nn.functional.linear(x, self.weight * 2)
 
     program = export(Computed(), (torch.randn(3, 4, dtype=torch.bfloat16),))
-    with pytest.raises(ExportError, match=r"node linear is a linear .* expected one whose module is known"):
+    with pytest.raises(
+        ExportError, match=r"node linear is a linear .* expected one of an nn.Linear whose module is known"
+    ):
         jetgraph.compile(program, "bf16", provider="stock")
+
+
+def test_a_linear_written_inside_another_module_is_refused():
+    class Inside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.up.weight)
+
+    program = export(torch.nn.Sequential(Inside()), (torch.randn(3, 4, dtype=torch.bfloat16),))
+    with pytest.raises(ExportError, match=r"is a linear inside 0; expected one of an nn.Linear"):
+        jetgraph.compile(program, "bf16", provider="stock")
+
+
+def test_a_model_compiled_whole_refuses_a_call_that_is_not_causal():
+    model = jetgraph.compile(random_model("llama", layers=1), "jet", scope="whole")
+    with pytest.raises(UnknownMask, match="compiled whole got is_causal"):
+        model(input_ids=random_ids(model, 1, 12), is_causal=False)
+    model.config.is_causal = False
+    with pytest.raises(UnknownMask, match="config.is_causal is False"):
+        model(input_ids=random_ids(model, 1, 12))
