@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jetgraph.graph import PrecisionGraph
-from jetgraph.verify import checker
 from jetgraph.verify.certificate import Certificate, CertificateError
 from jetgraph.verify.conformance import conformance
 from jetgraph.verify.declared import declared
@@ -24,6 +25,9 @@ from jetgraph.verify.result import Result, Verdict
 from jetgraph.verify.rules import RULES, Rule, Severity
 from jetgraph.verify.source import Source, without_garbage_collection
 from jetgraph.verify.weights import compare
+
+if TYPE_CHECKING:  # the checker runs as a program of its own too, and must not be loaded already then
+    from jetgraph.verify import checker
 
 __all__ = [
     "RULES",
