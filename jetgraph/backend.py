@@ -144,8 +144,12 @@ def run_region(
         modes = _disable_current_modes() if recorder is not None else contextlib.nullcontext()
         if recorder is not None:
             recorder.module_name = name
-        limits = torch._dynamo.config.patch(recompile_limit=recompile_limit(), accumulated_recompile_limit=1 << 20)
-        with modes, limits, proven(*args, **kwargs) if proven is not None else contextlib.nullcontext():
+        options = torch._dynamo.config.patch(
+            recompile_limit=recompile_limit(),
+            accumulated_recompile_limit=1 << 20,
+            optimize_ddp=False,  # it would cut a block at DDP's buckets; DDP's own hooks overlap between blocks
+        )
+        with modes, options, proven(*args, **kwargs) if proven is not None else contextlib.nullcontext():
             return compiled(*args, **kwargs)
 
     def enter(*args: Any, **kwargs: Any) -> Any:
