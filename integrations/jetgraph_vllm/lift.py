@@ -35,6 +35,7 @@ from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import BF16, Format, Precision
 from jetgraph.record import Op, evaluate_size
 from jetgraph_vllm.capture_format import CapturedGraph, EngineCapture, GraphInput, LinearPart
+from jetgraph_vllm.leaves import CacheWrite, RotaryTable, Stored
 
 NUM_TOKENS = 53
 """The token axis while lifting: a number no dimension of a model has (the captured graphs are symbolic in it)."""
@@ -43,29 +44,6 @@ KERNELS = {
     "jetgraph_vllm.attention.ExactAttentionImpl": "jetgraph::attention",
 }
 """Attention implementations → the kernel they run; others keep their own name."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A live tensor that holds one or several checkpoint weights; ``kind`` is codes, scale, weight (BF16) or bias."""
-
-    module: str
-    kind: str
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class CacheWrite:
-    """The state token of one layer's KV cache update."""
-
-    k: int
-    v: int
-    layer: str
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    fqn: str
 
 
 @dataclass(frozen=True)

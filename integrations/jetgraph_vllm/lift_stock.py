@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jetgraph.lift_all  # noqa: F401  (registers the expansions)
@@ -29,6 +29,7 @@ from jetgraph.lift_gemm import gemm
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import Division, Format, Granularity, Precision, Scale, ScaleRule
 from jetgraph.record import Op, evaluate_size
+from jetgraph_vllm.leaves import CacheWrite, RotaryTable, Stored
 from jetgraph_vllm.stock_format import StockCapture, StockInput
 from jetgraph_vllm.stock_ops import EXPANSIONS, log_softmax_of, rotate
 
@@ -44,29 +45,6 @@ GEMMS = {
     "_C.cutlass_scaled_mm": ("a", "a_scales", "b", "b_scales", "out"),
 }
 """FP8 GEMMs, by what they call codes and scales of the activation, of the weight, and the result."""
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """A live tensor that holds the parts of one vLLM module; ``part`` is ``codes`` or ``scale``."""
-
-    module: str
-    part: str
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class CacheWrite:
-    """The state token of one layer's KV cache update."""
-
-    k: int
-    v: int
-    layer: str
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    fqn: str
 
 
 def lift_stock(capture: StockCapture, train: PrecisionGraph) -> PrecisionGraph:
@@ -153,7 +131,7 @@ class _StockLifter:
         if leaf == "cos_sin_cache":
             return RotaryTable(given.fqn)
         if given.shape and self.capture.linears.get(module, {}).get("scales") is not None:
-            return StoredWeight(module, "codes" if leaf == "weight" else "scale")
+            return Stored(module, "codes" if leaf == "weight" else "scale")
         assert given.shape is not None
         return self._parameter(given.fqn, given.shape, given.dtype, self.capture.tensors[given.fqn]["digest"])
 
@@ -185,7 +163,7 @@ class _StockLifter:
 
     # ---------------------------------------------------------------------------------------------- linears, stored
 
-    def _parts(self, stored: StoredWeight) -> list[tuple[str, int]]:
+    def _parts(self, stored: Stored) -> list[tuple[str, int]]:
         """(checkpoint module, term) of every part in row order."""
         found = []
         for part in self.capture.linears[stored.module]["parts"]:
@@ -227,8 +205,8 @@ class _StockLifter:
         only({k: v for k, v in kwargs.items() if k not in GEMMS[name]}, use_deep_gemm_e8m0=...)
         refuse_unless(isinstance(codes, QuantizedHalf) and isinstance(scales, QuantizedHalf), "codes nobody quantised")
         refuse_unless((codes.part, scales.part, codes.term) == ("codes", "scale", scales.term), "another's scales")
-        refuse_unless(isinstance(weight, StoredWeight) and isinstance(weight_scales, StoredWeight), "another weight")
-        refuse_unless((weight.part, weight_scales.part) == ("codes", "scale"), "codes and scales exchanged")
+        refuse_unless(isinstance(weight, Stored) and isinstance(weight_scales, Stored), "another weight")
+        refuse_unless((weight.kind, weight_scales.kind) == ("codes", "scale"), "codes and scales exchanged")
         refuse_unless(weight.module == weight_scales.module, "the weight's scales are another module's")
         refuse_unless(weight.transposed == weight_scales.transposed, "codes transposed without their scales")
         refuse_unless(isinstance(out, Value), "a result that is no tensor")
@@ -245,7 +223,7 @@ class _StockLifter:
         only(kwargs)
         x, weight = args[0], args[2]
         refuse_unless(all(a is None for a in (args[1], args[3], *args[5:10])), "an operand beside x, weight and scales")
-        refuse_unless(isinstance(weight, StoredWeight), "a weight of no module")
+        refuse_unless(isinstance(weight, Stored), "a weight of no module")
         outs = []
         for part in self.capture.linears[weight.module]["parts"]:
             name = f"{part['name']}.weight packed for Marlin"
@@ -265,12 +243,12 @@ class _StockLifter:
         return args[0]
 
     def _transposed(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        if isinstance(args[0], StoredWeight):
+        if isinstance(args[0], Stored):
             return replace(args[0], transposed=not args[0].transposed)
         return HANDLERS[op.target.rsplit(".", 1)[0]](lift, frame, op, args, kwargs)
 
     def _mm(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        refuse_unless(not isinstance(args[1], StoredWeight), "stored codes multiplied as numbers")
+        refuse_unless(not isinstance(args[1], Stored), "stored codes multiplied as numbers")
         self.builder.where = replace(self.builder.where, fqn="lm_head")
         return HANDLERS["aten.mm"](lift, frame, op, args, kwargs)
 
