@@ -20,7 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetgraph.lowering.provider import E4M3, FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, self_test
+from jetgraph.lowering.provider import (
+    E4M3,
+    FPROP,
+    WGRAD,
+    Finding,
+    Gemm,
+    Quantizer,
+    missing_hopper,
+    refuses_blocks,
+    self_test,
+)
 
 GROUP = 128
 ROW_MULTIPLE = 4
@@ -48,13 +58,7 @@ class CublasLt:
     def refuses(self, request: Gemm | Quantizer) -> str | None:
         if not isinstance(request, Gemm):
             return "it has no quantiser"
-        if request.group != GROUP or request.b_rows not in (1, GROUP):
-            return f"scales {request.b_rows or '*'}x{request.group or '*'}; expected 1x128 or 128x128"
-        if request.num_out % ALIGNMENT:
-            return f"N={request.num_out} is not a multiple of {ALIGNMENT}"
-        if request.b_rows != 1 and request.depth % GROUP:
-            return f"K={request.depth} is not a multiple of {GROUP}"
-        return None
+        return refuses_blocks(request, ALIGNMENT)
 
     def fp8_gemm(
         self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int

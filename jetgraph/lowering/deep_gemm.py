@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetgraph.lowering.cublaslt import shifted, whole_groups
-from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, self_test
+from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, refuses_blocks, self_test
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
 LEAST_NVCC = (12, 3)
@@ -55,15 +55,9 @@ class DeepGemm:
     def refuses(self, request: Gemm | Quantizer) -> str | None:
         if not isinstance(request, Gemm):
             return "it has no quantiser of ours"
-        if request.group != GROUP or request.b_rows not in (1, GROUP):
-            return f"scales {request.b_rows or '*'}x{request.group or '*'}; expected 1x128 or 128x128"
         if request.bias and request.b_rows != 1:
             return "it writes BF16 only, and a bias would come after the rounding"
-        if request.num_out % N_MULTIPLE:
-            return f"N={request.num_out} is not a multiple of {N_MULTIPLE}"
-        if request.b_rows != 1 and request.depth % GROUP:
-            return f"K={request.depth} is not a multiple of {GROUP}"
-        return None
+        return refuses_blocks(request, N_MULTIPLE)
 
     def fp8_gemm(
         self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int

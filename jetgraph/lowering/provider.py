@@ -114,6 +114,17 @@ def missing_hopper(device: torch.device, least: tuple[int, int] = (9, 0), exact:
     return None
 
 
+def refuses_blocks(request: Gemm, out_multiple: int, group: int = 128) -> str | None:
+    """Why a library of 1x128·128x128 and 1x128·1x128 GEMMs cannot serve ``request``; None if it can."""
+    if request.group != group or request.b_rows not in (1, group):
+        return f"scales {request.b_rows or '*'}x{request.group or '*'}; expected 1x{group} or {group}x{group}"
+    if request.num_out % out_multiple:
+        return f"N={request.num_out} is not a multiple of {out_multiple}"
+    if request.b_rows != 1 and request.depth % group:
+        return f"K={request.depth} is not a multiple of {group}"
+    return None
+
+
 # --------------------------------------------------------------------------------------------------------- self-test
 #
 # Small integers as codes and powers of two as scales: every partial sum is exact in any order and in the 14 bits that
