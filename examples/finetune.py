@@ -9,6 +9,7 @@ the model holds their BF16 copy, from which both policies start.  BF16 masters w
 import argparse
 import json
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -87,11 +88,14 @@ def main() -> None:
     folder = o.model or write_smollm2(".cache/smollm2")
     arms = [Arm(folder, policy, o.lr) for policy in o.policy or ["bf16", "jet"]]
     o.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(o, name) for name in ("batch", "length", "lr")} | {"masters": "float32"}
+    versions = {name: version(name) for name in ("torch", "transformers", "reasoning-gym")}
+    settings = {name: getattr(o, name) for name in ("batch", "length", "lr")} | {"masters": "float32", "device": "cpu"}
     for step, data in enumerate(batches(AutoTokenizer.from_pretrained(folder), o.steps, o.batch, o.length), 1):
         print(f"step {step:3}", *(f"{arm.policy} {arm.step(*data):.4f}" for arm in arms), sep="   ", flush=True)
         measured = {arm.policy: arm.measured for arm in arms}
-        o.out.with_suffix(".json").write_text(json.dumps({**settings, "arms": measured}, indent=1) + "\n")
+        o.out.with_suffix(".json").write_text(
+            json.dumps({**settings, "versions": versions, "arms": measured}, indent=1) + "\n"
+        )
         draw(measured, o.out.with_suffix(".svg"))
 
 
