@@ -120,6 +120,15 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _dense(x: Tensor) -> Tensor:
+    """FP32 and contiguous.
+
+    On strided operands ATen's CPU kernels leave their vector code for scalar code, whose silu and gelu have other last
+    bits (measured); a node's value must not depend on how its operand happens to lie in memory.
+    """
+    return x.float().contiguous()
+
+
 def _plus_bias(node: Node, *inputs: Tensor | Product) -> Tensor:
     """The sum that a kernel makes before it rounds."""
     products = [x for x in inputs if isinstance(x, Product)]
@@ -144,9 +153,9 @@ class _Run:
                 return _plus_bias(node, *inputs)
             inputs = [x.rounded() if isinstance(x, Product) else x for x in inputs]
         if node.op in _UNARY:
-            return _UNARY[node.op](inputs[0].float())
+            return _UNARY[node.op](_dense(inputs[0]))
         if node.op in _BINARY:
-            return _BINARY[node.op](*(x.float() for x in inputs))
+            return _BINARY[node.op](*map(_dense, inputs))
         method = getattr(self, f"_{node.op}", None)
         if method is None:
             name = dict(node.attrs).get("name", "")
@@ -180,13 +189,14 @@ class _Run:
         return x.to(DTYPES[Format(str(node.attr("format")))])
 
     def _pow(self, node: Node, x: Tensor) -> Tensor:
-        return x.float().pow(node.attr("exponent"))
+        return _dense(x).pow(node.attr("exponent"))
 
     def _gelu(self, node: Node, x: Tensor) -> Tensor:
-        return F.gelu(x.float(), approximate=str(node.attr("approximate")))
+        return F.gelu(_dense(x), approximate=str(node.attr("approximate")))
 
     def _gelu_backward(self, node: Node, grad: Tensor, x: Tensor) -> Tensor:
-        return torch.ops.aten.gelu_backward(grad, x, approximate=str(node.attr("approximate"))).float()
+        approximate = str(node.attr("approximate"))
+        return torch.ops.aten.gelu_backward(grad.contiguous(), x.contiguous(), approximate=approximate).float()
 
     def _layer_norm(self, node: Node, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return self._native_layer_norm(node, x, weight, bias)[0].float()

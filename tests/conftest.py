@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A suite says the same of the same code every time: examples are drawn from a fixed seed.  To look for new ones:
+# JETGRAPH_EXPLORE=20 draws at random, twenty times as many as a test asks for.
+_explore = int(os.environ.get("JETGRAPH_EXPLORE", "0"))
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not _explore
+)
 settings.load_profile("any machine")
+
+
+def pytest_itemcollected(item):
+    declared = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+    if _explore and declared:
+        item.obj._hypothesis_internal_use_settings = settings(declared, max_examples=_explore * declared.max_examples)
 
 
 @pytest.fixture(autouse=True)
