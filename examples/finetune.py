@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import reasoning_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,9 +22,11 @@ from jetgraph.models import write_smollm2
 IGNORED = -100  # no loss on tokens with this label
 
 
-def batches(tokenizer, num_steps: int, batch: int, length: int):
+def batches(tokenizer, num_steps: int, batch: int, length: int, terms: int = 2, digits: int = 2, seed: int = 0):
     """Per step: ids and labels [batch, length], padded on the right; labels name the answer's tokens alone."""
-    options = {"min_terms": 2, "max_terms": 2, "max_digits": 2, "seed": 0}
+    import reasoning_gym
+
+    options = {"min_terms": 2, "max_terms": terms, "max_digits": digits, "seed": seed}
     sums = reasoning_gym.create_dataset("chain_sum", size=num_steps * batch, **options)
     for step in range(num_steps):
         ids = torch.zeros(batch, length, dtype=torch.long)
@@ -45,8 +46,8 @@ def batches(tokenizer, num_steps: int, batch: int, length: int):
 class Arm:
     """One policy: a BF16 model, its FP32 masters, and what was measured so far."""
 
-    def __init__(self, folder: str, policy: str, learning_rate: float) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
+    def __init__(self, folder: str, policy: str, learning_rate: float, device: str = "cpu") -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).train()
         self.policy, self.model = policy, jetgraph.compile(model, policy)
         self.pairs = [(p.detach().float(), p) for p in model.parameters()]  # master, what the model computes with
         self.optimizer = torch.optim.AdamW([m for m, _ in self.pairs], lr=learning_rate, weight_decay=0.0)

@@ -25,8 +25,13 @@ from jetgraph.coverage import Coverage, coverage
 from jetgraph.errors import CompileError
 from jetgraph.graph import Role
 from jetgraph.linear import Linear, check_convertible, convert
+from jetgraph.lowering.kernels import Kernels
+from jetgraph.lowering.linear_ops import linear_requests
+from jetgraph.passes.fuse import Fusion, fuse
 from jetgraph.passes.linears import find_plain_linears
 from jetgraph.passes.quantize_linears import LoweredGemm, quantize_linears
+from jetgraph.passes.row_means import DEVICES as ROW_MEAN_DEVICES
+from jetgraph.passes.row_means import row_means
 from jetgraph.passes.saved import SavedTensor, saved_tensors
 from jetgraph.policy import LinearPrecision, Policy, check_matches, get_policy
 from jetgraph.scope import check_supported
@@ -49,11 +54,15 @@ class Compiled:
     provider: str
     scope: str = "blocks"
     codegen: str = "fx"
+    kernels: Kernels = field(default_factory=Kernels)
+    fused: bool = False
     regions: dict[str, Backend] = field(default_factory=dict)
     """FQN of each compiled region → its backend; regions that decide alike share one."""
+    tried: list[Fusion] = field(default_factory=list)
 
     def __reduce__(self) -> tuple:
-        return _unpickled, (self.policy, self.provider, self.scope, self.codegen), {"model": self.model}
+        options = self.policy, self.provider, self.scope, self.codegen, self.kernels, self.fused
+        return _unpickled, options, {"model": self.model}
 
     @property
     def seconds(self) -> float:
@@ -81,6 +90,10 @@ class Compiled:
             report = dataclasses.replace(report, others=(switched,))
         return report
 
+    def fusions(self) -> list[Fusion]:
+        """Every fusion that was tried so far, once for each graph, with the reason of a refusal."""
+        return list(self.tried)
+
     def saved(self) -> list[SavedTensor]:
         """What each compiled region keeps for backward, and for whom."""
         return [
@@ -98,6 +111,8 @@ def compile(
     provider: str = "reference",
     scope: str = "blocks",
     codegen: str = "fx",
+    kernels: str = "auto",
+    fused: bool = False,
 ) -> torch.nn.Module:
     """Make ``model`` train in the precision flow of ``policy``; returns the same module.
 
@@ -113,9 +128,17 @@ def compile(
             once), or ``whole``, the model.  Linears outside run their declared precision eagerly.
         codegen: ``fx`` runs the lowered graph operator by operator, rounding where it rounds; ``inductor`` fuses
             operators and may round less often than the graph says, so no graph of such a run verifies (JG092).
+        kernels: whose FP8 GEMMs run: ``auto`` (the fastest that serves the shape and, in FPROP, whose rows do not
+            depend on each other), a provider's name, or a name per role as ``dgrad=triton,wgrad=cublaslt``;
+            `jetgraph doctor` lists them.  On a CPU it is the reference.
+        fused: quantise where a norm, an activation or a gradient is computed, in one operator.  The same bits, checked
+            for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  Their kernels are not written
+            yet: the operators run their definitions, and save memory but no time.
 
     Raises:
-        ValueError: unknown policy, provider, scope or codegen, or a policy rule that matches nothing in the model.
+        ValueError: unknown policy, provider, scope, codegen or kernels, or a policy rule that matches nothing in the
+            model.
+        ProviderError: the kernels that were asked for cannot run one of the model's GEMMs; nothing is changed.
         CompileError: the model has no decoder blocks, is compiled already, or holds something that cannot run the
             policy.
     """
@@ -127,6 +150,7 @@ def compile(
     ):
         if value not in known:
             raise ValueError(f"{what} {value!r} does not exist; choose one of {', '.join(known)}")
+    wanted = Kernels.parse(kernels)
     if isinstance(model, ExportedProgram):
         model, scope = exported.module_of(model), "whole"
     compiled: Compiled | None = getattr(model, "jetgraph", None)
@@ -137,6 +161,7 @@ def compile(
         check_supported(model, reference_attention=provider == "reference")
     check_masters(model)
     check_matches(chosen, [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)])
+    check_kernels(model, chosen, wanted)
     if compiled is None:
         if hasattr(model, "config"):
             model.config = copy.deepcopy(model.config)  # models made from one config object share it
@@ -144,7 +169,7 @@ def compile(
         if provider == "reference":
             _use_reference_attention(model)
         declare_precision(model, chosen, provider)
-    _compile_regions(model, Compiled(model, chosen, provider, scope, codegen))
+    _compile_regions(model, Compiled(model, chosen, provider, scope, codegen, wanted, fused))
     return model
 
 
@@ -199,15 +224,40 @@ def _compile_regions(model: torch.nn.Module, compiled: Compiled) -> None:
         decisions = _decisions(module)
         signature = (type(module), tuple(sorted(decisions.items())))
         if signature not in backends:
-            backends[signature] = Backend(name, _lowering(decisions, name, compiled.policy), compiled.codegen)
+            lower = _lowering(decisions, name, compiled)
+            backends[signature] = Backend(name, lower, compiled.codegen)
         backend = compiled.regions[name] = backends[signature]
-        module.compile(backend=backend, fullgraph=True)
         check = partial(_refuse_undeclared, module, name, compiled.policy)
-        proof = _proof_of_masks(module, compiled)
-        run = run_region(name, backend, module, module._compiled_call_impl, check, proof)  # type: ignore[arg-type]
-        module._compiled_call_impl = run  # type: ignore[assignment]
+        _compile_region(name, module, backend, check, _proof_of_masks(module, compiled))
+    for name, norm in final_norms(model) if compiled.scope == "blocks" else ():
+        if all(p.device.type in ROW_MEAN_DEVICES for p in norm.parameters()):
+            _compile_region(name, norm, Backend(name, _lower_norm, compiled.codegen), lambda: None)
     object.__setattr__(model, "jetgraph", compiled)
     object.__setattr__(model, "__deepcopy__", partial(_copy_compiled, model))
+
+
+def _compile_region(
+    name: str, module: torch.nn.Module, backend: Backend, check: Callable[[], None], proof: Callable | None = None
+) -> None:
+    module.compile(backend=backend, fullgraph=True)
+    run = run_region(name, backend, module, module._compiled_call_impl, check, proof)  # type: ignore[arg-type]
+    module._compiled_call_impl = run  # type: ignore[assignment]
+
+
+def _lower_norm(module: GraphModule) -> list[LoweredGemm]:
+    row_means(module)
+    return []
+
+
+def final_norms(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The norms beside the decoder blocks: they too sum along rows, and run outside the blocks' graphs."""
+    blocks = find_regions(model)[0][0].rpartition(".")[0]
+    parent = blocks.rpartition(".")[0]
+    return [
+        (_join(parent, name), child)
+        for name, child in model.get_submodule(parent).named_children()
+        if type(child).__name__.endswith("Norm")
+    ]
 
 
 def _proof_of_masks(model: torch.nn.Module, compiled: Compiled) -> Callable | None:
@@ -233,6 +283,20 @@ def check_masters(model: torch.nn.Module) -> None:
             )
 
 
+def check_kernels(model: torch.nn.Module, policy: Policy, kernels: Kernels) -> None:
+    """Probe the providers now, on the device where the parameters are, and ask them about every GEMM to come.
+
+    Raises:
+        ProviderError: a provider that was asked for cannot run one of them; names the linear.
+    """
+    for fqn, module in model.named_modules():
+        precision = policy.linear(fqn)
+        if isinstance(module, torch.nn.Linear) and precision.quantized and module.weight.device.type != "meta":
+            has_bias = module.bias is not None
+            gemms = linear_requests(module.out_features, module.in_features, has_bias, precision)
+            kernels.check([(fqn, gemm) for gemm in gemms], module.weight.device)
+
+
 def _copy_compiled(model: torch.nn.Module, memo: dict) -> torch.nn.Module:
     """`copy.deepcopy` of a compiled model: a copy whose regions are compiled too."""
     hook = model.__dict__.pop("__deepcopy__")
@@ -241,16 +305,16 @@ def _copy_compiled(model: torch.nn.Module, memo: dict) -> torch.nn.Module:
     finally:
         object.__setattr__(model, "__deepcopy__", hook)
     compiled: Compiled = model.jetgraph  # type: ignore[assignment]
-    _compile_regions(twin, dataclasses.replace(compiled, model=twin, regions={}))
+    _compile_regions(twin, dataclasses.replace(compiled, model=twin, regions={}, tried=[]))
     return twin
 
 
-def _unpickled(policy: Policy, provider: str, scope: str, codegen: str) -> Compiled:
+def _unpickled(policy: Policy, provider: str, scope: str, codegen: str, kernels: Kernels, fused: bool) -> Compiled:
     if provider == "reference":
         from jetgraph.lowering.attention import register
 
         register()
-    return Compiled(None, policy, provider, scope, codegen)  # type: ignore[arg-type]  # the model follows as state
+    return Compiled(None, policy, provider, scope, codegen, kernels, fused)  # type: ignore[arg-type]  # the model follows as state
 
 
 def find_regions(model: torch.nn.Module, scope: str = "blocks") -> list[tuple[str, torch.nn.Module]]:
@@ -278,14 +342,16 @@ def _decisions(region: torch.nn.Module) -> dict[str, LinearPrecision]:
 
 
 def _lowering(
-    decisions: dict[str, LinearPrecision], region: str, policy: Policy
+    decisions: dict[str, LinearPrecision], region: str, compiled: Compiled
 ) -> Callable[[GraphModule], list[LoweredGemm]]:
     """The passes of one region, and the check that it holds no linear of undeclared precision."""
+    policy, tried = compiled.policy, compiled.tried
 
     def lower(module: GraphModule) -> list[LoweredGemm]:
         for relative in find_plain_linears(module.graph):
             _refuse_if_quantized(_join(region, relative), policy)
-        lowered = quantize_linears(module)
+        row_means(module)
+        lowered = quantize_linears(module, compiled.kernels)
         missed = {fqn for fqn, p in decisions.items() if p.quantized} - {
             gemm.fqn for gemm in lowered if gemm.role is Role.FPROP
         }
@@ -295,6 +361,8 @@ def _lowering(
                 f"{policy.name!r}, but their forward does not appear in what the block runs: it may use their weights "
                 "by itself, in BF16"
             )
+        if compiled.fused:
+            tried.extend(dataclasses.replace(f, fqn=_join(region, f.fqn)) for f in fuse(module))
         return lowered
 
     return lower

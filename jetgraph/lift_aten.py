@@ -278,14 +278,24 @@ def _mean(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     value, dims = args[0], [d % len(args[0].dims) for d in args[1]]
     refuse_unless(dims == [len(value.dims) - 1], "mean over other than the last dimension")
-    keep = len(args) > 2 and args[2]
+    return row_mean(lift, value, lift.format_of(op), len(args) > 2 and args[2], "aten::mean")
+
+
+@handles("jetgraph.row_mean")
+def _own_row_mean(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return row_mean(lift, args[0], lift.format_of(op), True, "jetgraph::row_mean")
+
+
+def row_mean(lift: Lifter, value: Value, fmt: Format, keep: bool, kernel: str) -> Value:
+    """The mean over the last axis, which stays with size 1 if ``keep``."""
     layouts = lift.layouts
     if layouts.features(value) != [a for dim in value.dims for a in dim if not is_token(a)]:
         value = layouts.value_of_read(value)
     axis = value.dims[-1]
     refuse_unless(not any(map(is_token, axis)), "a mean over the tokens")
     size = layouts.shape(value)[-1]
-    term = lift.builder.round(lift.builder.mean(value.term, size, "aten::mean"), lift.format_of(op))
+    term = lift.builder.round(lift.builder.mean(value.term, size, kernel), fmt)
     atoms = tuple(a for a in value.atoms if a not in axis)
     return Value(term, atoms, value.dims[:-1] + (((),) if keep else ()))
 

@@ -95,6 +95,11 @@ def _halves(term: int, transposed: bool) -> tuple[QuantizedHalf, QuantizedHalf]:
 def _quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     x, rows, cols, *rule = args
+    return quantized_rows(lift, x, rows, cols, tuple(rule))
+
+
+def quantized_rows(lift: Lifter, x: Value, rows: int, cols: int, rule: tuple) -> tuple[QuantizedHalf, QuantizedHalf]:
+    """Codes and scales of a matrix, in blocks of rows x cols; 0 is the whole axis."""
     scale = Scale(Granularity(rows or None, cols or None), _rule(*rule))
     return _halves(lift.builder.quantize(_rows(lift, x), scale, "jetgraph::quantize"), False)
 
@@ -113,6 +118,11 @@ def _rows(lift: Lifter, x: Value) -> int:
 def _quantize_tokens(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     x, group, *rule = args
+    return quantized_tokens(lift, x, group, tuple(rule))
+
+
+def quantized_tokens(lift: Lifter, x: Value, group: int, rule: tuple) -> tuple[QuantizedHalf, QuantizedHalf]:
+    """Codes and scales of a matrix in groups along its tokens, stored transposed."""
     scale = Scale(Granularity.per_token_group(group), _rule(*rule))
     return _halves(lift.builder.quantize(_rows(lift, x), scale, "jetgraph::quantize_tokens"), True)
 
@@ -138,7 +148,7 @@ def _check_halves(lift: Lifter, codes: Any, scale: Any) -> None:
 @handles("jetgraph.fp8_gemm")
 def _fp8_gemm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
-    a, a_scale, b, b_scale, bias, b_rows, group = args
+    a, a_scale, b, b_scale, bias, b_rows, group, provider = with_defaults(args, *(None,) * 6, "")
     _check_halves(lift, a, a_scale)
     _check_halves(lift, b, b_scale)
     refuse_unless(b.transposed or not a.transposed, "token-grouped codes against a natural operand")
@@ -147,7 +157,8 @@ def _fp8_gemm(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> 
     for half, read in ((a, Granularity(rows, group or None)), (b, Granularity(b_rows or None, group or None))):
         held = _stored_grid(lift, half)
         refuse_unless(held == read, f"scales on grid {held} read as {read}")
-    return _fp8_product(lift, op, a.term, b.term, contraction, bias)
+    kernel = "jetgraph::fp8_gemm" if provider in ("", "reference") else f"jetgraph::fp8_gemm.{provider}"
+    return _fp8_product(lift, op, a.term, b.term, contraction, bias, kernel)
 
 
 def _stored_grid(lift: Lifter, half: QuantizedHalf) -> Granularity:
@@ -159,9 +170,17 @@ def _stored_grid(lift: Lifter, half: QuantizedHalf) -> Granularity:
     return Granularity(grid.cols, grid.rows) if half.transposed else grid
 
 
-def _fp8_product(lift: Lifter, op: Op, a: int, b: int, contraction: str, bias: Value | None = None) -> Value:
+def _fp8_product(
+    lift: Lifter,
+    op: Op,
+    a: int,
+    b: int,
+    contraction: str,
+    bias: Value | None = None,
+    kernel: str = "jetgraph::fp8_gemm",
+) -> Value:
     """FP32 sums of quantised operands, plus the bias in FP32, rounded once."""
-    return with_bias(lift, op, gemm(lift, a, b, contraction, "jetgraph::fp8_gemm"), bias)
+    return with_bias(lift, op, gemm(lift, a, b, contraction, kernel), bias)
 
 
 # ------------------------------------------------------------------- linears called eagerly: the three GEMMs in one op

@@ -1,4 +1,4 @@
-"""The CUDA implementations of `jetgraph::quantize`, `quantize_tokens`, `requantize_tokens` and `fp8_gemm`.
+"""The CUDA implementations of `jetgraph::quantize`, `quantize_tokens`, `requantize_tokens`, `fp8_gemm`, `row_mean`.
 
 Importing this module registers them beside the reference implementations of `torch_ops`; the registry chooses the
 provider when a tensor on a GPU arrives.  Quantisers of all providers give the same bytes, GEMMs agree within
@@ -38,14 +38,31 @@ def requantize_tokens(codes: Tensor, scale: Tensor, cols: int, group: int, *rule
 
 
 def fp8_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    b_rows: int,
+    group: int,
+    provider: str = "",
 ) -> Tensor:
     reference.check_operands(a, a_scale, b, b_scale, b_rows, group)
-    depth = 0 if b_rows == 1 else a.shape[1]  # WGRAD's depth is the number of tokens, which decides nothing
-    gemm = Gemm(b.shape[0], depth, b_rows, group, bias is not None)
+    if provider:  # a compiled graph says who; it was asked whether it can before anything ran
+        chosen = registry.PROVIDERS[provider]
+    else:
+        depth = 0 if b_rows == 1 else a.shape[1]  # WGRAD's depth is the number of tokens, which decides nothing
+        chosen = registry.choose(Gemm(b.shape[0], depth, b_rows, group, bias is not None), a.device)
     with torch.cuda.device(a.device):
-        return registry.choose(gemm, a.device).fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
+        return chosen.fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
 
 
-for _kernel in (quantize, quantize_tokens, requantize_tokens, fp8_gemm):
+def row_mean(x: Tensor) -> Tensor:
+    from jetgraph.lowering import triton_rows  # imports triton
+
+    with torch.cuda.device(x.device):
+        return triton_rows.row_mean(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+
+
+for _kernel in (quantize, quantize_tokens, requantize_tokens, fp8_gemm, row_mean):
     torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import jetgraph.lowering.torch_ops  # noqa: F401  (registers the primitives)
+from jetgraph.lowering.provider import Gemm
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.policy import LinearPrecision, WgradSource
 from jetgraph.precision import Granularity, Precision
@@ -77,6 +78,15 @@ def gemm_grid(role: str, p: LinearPrecision) -> tuple[int, int]:
     if role == "dgrad":
         return weight_cols, block(p.gradient)[1]
     return (1, block(p.wgrad)[0]) if along_tokens(p.wgrad) else (0, 0)
+
+
+def linear_requests(num_out: int, depth: int, bias: bool, p: LinearPrecision) -> tuple[Gemm, Gemm, Gemm]:
+    """FPROP, DGRAD and WGRAD of a linear with weight [num_out, depth], as the registry asks about them."""
+    return (
+        Gemm(num_out, depth, *gemm_grid("fprop", p), bias),
+        Gemm(depth, num_out, *gemm_grid("dgrad", p), is_dgrad=True),
+        Gemm(depth, 0, *gemm_grid("wgrad", p)),
+    )
 
 
 def _quantized(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,8 @@ class Gemm:
     """One `jetgraph::fp8_gemm` by what decides who may run it: a [M, K] · b [N, K]ᵀ (+ bias).
 
     ``b_rows`` is 1 where both operands are grouped along the tokens (WGRAD, whose K is the number of tokens), else the
-    rows of a weight's block.  0 for ``b_rows`` or ``group`` is the whole axis.
+    rows of a weight's block.  0 for ``b_rows`` or ``group`` is the whole axis.  ``is_dgrad`` tells DGRAD from FPROP,
+    which have the same operands: only the latter's rows must not depend on each other.
     """
 
     num_out: int
@@ -38,10 +39,13 @@ class Gemm:
     b_rows: int = 128
     group: int = 128
     bias: bool = False
+    is_dgrad: bool = False
 
     @property
     def role(self) -> str:
-        return "WGRAD" if self.b_rows == 1 else "FPROP and DGRAD"
+        if self.b_rows == 1:
+            return "WGRAD"
+        return "DGRAD" if self.is_dgrad else "FPROP"
 
     def __str__(self) -> str:
         depth = "tokens" if self.b_rows == 1 else self.depth

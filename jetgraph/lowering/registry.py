@@ -4,9 +4,10 @@
     pin("deep_gemm", device, gemms)        only that one, for every GEMM; an error now if it cannot
     findings()                             what `jetgraph doctor` prints
 
-A GEMM of the forward pass goes only to a provider whose rows were found independent of each other.  FPROP and DGRAD
-look the same to `jetgraph::fp8_gemm` and follow the same rule.  The choice is a function of the device, the installed
-packages and the shape: a trainer and a rollout on equal machines choose alike, and say so in `findings`.
+A GEMM of the forward pass goes only to a provider whose rows were found independent of each other.  The choice is a
+function of the device, the installed packages and the shape: a trainer and a rollout on equal machines choose alike.
+In a compiled graph each GEMM names the provider that was chosen for it (`jetgraph.lowering.kernels`); called without a
+name, FPROP and DGRAD look the same to `jetgraph::fp8_gemm`, and both follow FPROP's rule.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Reference:
 
 PROVIDERS: dict[str, Provider] = {p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), Reference())}
 ORDER = {
-    "FPROP and DGRAD": ("deep_gemm", "triton", "reference"),
+    "FPROP": ("deep_gemm", "triton", "reference"),
+    "DGRAD": ("deep_gemm", "cublaslt", "triton", "reference"),
     "WGRAD": ("cublaslt", "deep_gemm", "triton", "reference"),
     "quantiser": ("triton", "reference"),
 }
@@ -95,13 +97,15 @@ def refusal(name: str, request: Gemm | Quantizer, device: torch.device) -> str |
     finding = probe(name, device)
     if not finding.ok:
         return finding.reason
-    if isinstance(request, Gemm) and request.b_rows != 1 and not finding.row_invariant:
+    if isinstance(request, Gemm) and request.role == "FPROP" and not finding.row_invariant:
         return "a row of its result may depend on how many rows there are, and in a forward pass it must not"
     return PROVIDERS[name].refuses(request)
 
 
 @cache
 def _first(request: Gemm | Quantizer, device: torch.device, pinned: str | None) -> Provider:
+    if device.type != "cuda" and pinned is None:
+        return PROVIDERS["reference"]
     names = ORDER[request.role if isinstance(request, Gemm) else "quantiser"]
     if isinstance(request, Gemm) and pinned is not None:
         reason = refusal(pinned, request, device)
@@ -116,13 +120,15 @@ def _cannot(name: str, request: Gemm | Quantizer, reason: str, names: Iterable[s
     return f"provider {name!r} cannot run {request}: {reason}; unpin it, or pin one that can: {', '.join(others)}"
 
 
-def choose(request: Gemm | Quantizer, device: torch.device) -> Provider:
-    """The provider that runs ``request`` on ``device``.
+def choose(request: Gemm | Quantizer, device: torch.device, wanted: str | None = None) -> Provider:
+    """The provider that runs ``request`` on ``device``: ``wanted``, else the pinned one, else the fastest that can.
 
     Raises:
-        ProviderError: the pinned provider cannot.
+        ProviderError: the wanted or pinned provider does not exist or cannot.
     """
-    return _first(request, device, _pinned.get(device))
+    if wanted is not None and wanted not in PROVIDERS:
+        raise ProviderError(f"provider {wanted!r}: expected one of {', '.join(PROVIDERS)}")
+    return _first(request, device, wanted or _pinned.get(device))
 
 
 def pin(name: str | None, device: torch.device, gemms: Iterable[Gemm] = ()) -> None:
@@ -152,6 +158,6 @@ def linear_gemms(out_features: int, in_features: int, bias: bool = False, group:
     """FPROP, DGRAD and WGRAD of a linear layer, to ask `refusal`, `choose` or `pin` about."""
     return (
         Gemm(out_features, in_features, group, group, bias),
-        Gemm(in_features, out_features, group, group),
+        Gemm(in_features, out_features, group, group, is_dgrad=True),
         Gemm(in_features, 0, 1, group),
     )

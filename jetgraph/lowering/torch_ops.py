@@ -78,15 +78,25 @@ def _(codes, scale, cols, group, qmax, amax_floor, division, power_of_two):
 
 @torch.library.custom_op("jetgraph::fp8_gemm", mutates_args=())
 def fp8_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    b_rows: int,
+    group: int,
+    provider: str = "",
 ) -> Tensor:
-    """a [M, K] @ b [N, K].T (+ bias [N]) → BF16 [M, N]; accumulated in FP32 and rounded once."""
+    """a [M, K] @ b [N, K].T (+ bias [N]) → BF16 [M, N]; accumulated in FP32 and rounded once.
+
+    ``provider`` names whose kernel runs on a GPU; empty, the registry chooses.  Elsewhere the reference runs.
+    """
     out = reference.fp8_gemm(a, a_scale, b, b_scale, b_rows, group)
     return (out if bias is None else out + bias.float()).to(torch.bfloat16)
 
 
 @fp8_gemm.register_fake
-def _(a, a_scale, b, b_scale, bias, b_rows, group):
+def _(a, a_scale, b, b_scale, bias, b_rows, group, provider=""):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
 
 
@@ -99,6 +109,17 @@ def row_tile_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 @row_tile_gemm.register_fake
 def _(x, weight, bias=None):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("jetgraph::row_mean", mutates_args=())
+def row_mean(x: Tensor) -> Tensor:
+    """FP32 x [..., C] → [..., 1]: means of rows, each of which has the same bits whatever other rows there are."""
+    return x.mean(-1, keepdim=True)
+
+
+@row_mean.register_fake
+def _(x):
+    return x.new_empty((*x.shape[:-1], 1))
 
 
 def _save_linear(ctx, inputs, output) -> None:

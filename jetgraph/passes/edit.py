@@ -48,13 +48,15 @@ def mark_forward(graph: Graph) -> None:
             node.meta["partitioner_tag"] = "is_forward"
 
 
-def call(graph: Graph, target: Any, args: tuple, like: Node, forward: bool) -> Node:
+def call(
+    graph: Graph, target: Any, args: tuple, like: Node, forward: bool, kwargs: dict[str, Any] | None = None
+) -> Node:
     """Insert a call at the graph's insertion point; it stands for part of ``like`` and inherits its metadata."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs or {})
     fake_args = torch.fx.map_arg(args, lambda a: a.meta["val"])
     fake_mode = torch._guards.detect_fake_mode([a.meta["val"] for a in node.all_input_nodes])
     with fake_mode or contextlib.nullcontext():
-        node.meta["val"] = target(*fake_args)
+        node.meta["val"] = target(*fake_args, **(kwargs or {}))
     for key in _INHERITED:
         if key in like.meta:
             node.meta[key] = like.meta[key]

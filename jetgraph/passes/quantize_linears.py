@@ -3,7 +3,7 @@
 requires: a joint or inference graph; `mark_forward` already applied to the latter
 ensures:  every `jetgraph::linear`, `linear_dgrad` and `linear_wgrad` is gone; linears that read one tensor share one
           quantised copy of it (q/k/v, gate/up); a weight is quantised once in forward and once in backward, so that no
-          codes of a weight are kept between them
+          codes of a weight are kept between them; every GEMM names the provider that runs it
 numerics: unchanged: the operators compute the same primitives on the same operands
 """
 
@@ -15,7 +15,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from jetgraph.graph import Role
+from jetgraph.lowering.kernels import Kernels
 from jetgraph.lowering.linear_ops import along_tokens, gemm_grid
+from jetgraph.lowering.provider import Gemm
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.passes import edit
 from jetgraph.passes.linears import LinearGemm, find_linear_gemms, source_of
@@ -33,25 +35,38 @@ class LoweredGemm:
     role: Role
     node: str
     reason: str
+    provider: str
 
 
-def quantize_linears(module: GraphModule) -> list[LoweredGemm]:
-    """Rewrite ``module`` in place.  Returns what was expanded."""
+def quantize_linears(module: GraphModule, kernels: Kernels = Kernels()) -> list[LoweredGemm]:  # noqa: B008  (frozen)
+    """Rewrite ``module`` in place.  Returns what was expanded.
+
+    Raises:
+        ProviderError: a GEMM cannot run on the provider that ``kernels`` wants for it.
+    """
     graph = module.graph
     quantizer = _Quantizer(graph)
     lowered = []
     for gemm in find_linear_gemms(graph):
         with graph.inserting_before(gemm.node):
             arguments = quantizer.arguments(gemm)
+        provider = kernels.provider(_request(gemm.role, arguments), gemm.node.meta["val"].device)
         with graph.inserting_before(gemm.node):
-            new = edit.call(graph, ops.fp8_gemm.default, arguments, gemm.node, gemm.role is Role.FPROP)
+            new = edit.call(graph, ops.fp8_gemm.default, (*arguments, provider), gemm.node, gemm.role is Role.FPROP)
         gemm.node.replace_all_uses_with(new)
         graph.erase_node(gemm.node)
-        lowered.append(LoweredGemm(gemm.fqn, gemm.role, new.name, gemm.precision.reason))
+        lowered.append(LoweredGemm(gemm.fqn, gemm.role, new.name, gemm.precision.reason, provider))
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
     return lowered
+
+
+def _request(role: Role, arguments: tuple) -> Gemm:
+    """The GEMM with the arguments of `jetgraph::fp8_gemm`, as the registry asks about it."""
+    a, _, b, _, bias, b_rows, group = arguments
+    depth = 0 if role is Role.WGRAD else a.meta["val"].shape[1]  # WGRAD's is the number of tokens: it decides nothing
+    return Gemm(b.meta["val"].shape[0], depth, b_rows, group, bias is not None, role is Role.DGRAD)
 
 
 class _Quantizer:

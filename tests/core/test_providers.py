@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import jetgraph
 from jetgraph.lowering import cublaslt, deep_gemm, provider, reference, registry
+from jetgraph.lowering.kernels import Kernels
 from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, ProviderError, Quantizer
+from tests.core.small_models import one_step, random_ids, random_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 JET = (448.0, 1e-12, "div", False)
@@ -198,7 +201,7 @@ def test_a_kernel_chosen_by_the_number_of_rows_is_found():  # [K12, N15]
 
 
 def test_the_number_of_rows_is_no_part_of_the_question():  # [K12]
-    assert {f.name for f in dataclasses.fields(Gemm)} == {"num_out", "depth", "b_rows", "group", "bias"}
+    assert {f.name for f in dataclasses.fields(Gemm)} == {"num_out", "depth", "b_rows", "group", "bias", "is_dgrad"}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,7 @@ def test_rows_that_depend_on_each_other_never_serve_a_forward_pass(probes):  # [
         probes[name] = dataclasses.replace(probes[name], row_invariant=False)
     assert registry.choose(Gemm(4096, 4096), CUDA).name == "reference"
     assert registry.choose(Gemm(4096, 0, 1), CUDA).name == "cublaslt"
+    assert registry.choose(Gemm(4096, 4096, is_dgrad=True), CUDA).name == "deep_gemm"  # no rollout has a DGRAD
     with pytest.raises(ProviderError, match="may depend on how many rows there are"):
         registry.pin("cublaslt", CUDA, [Gemm(4096, 4096)])
 
@@ -248,14 +252,71 @@ def test_a_pinned_provider_that_cannot_serve_is_an_error_before_anything_runs(pr
     with pytest.raises(ProviderError) as error:
         registry.pin("deep_gemm", CUDA, model)
     assert str(error.value) == (
-        "provider 'deep_gemm' cannot run FPROP and DGRAD GEMM N=576 K=576, scales 1x128 · 128x128: K=576 is not a "
+        "provider 'deep_gemm' cannot run FPROP GEMM N=576 K=576, scales 1x128 · 128x128: K=576 is not a "
         "multiple of 128; unpin it, or pin one that can: triton, reference"
     )
     assert registry.choose(Gemm(576, 576), CUDA).name == "triton"  # nothing was pinned
     registry.pin("deep_gemm", CUDA, model[:3])
     assert registry.choose(Gemm(4096, 0, 1), CUDA).name == "deep_gemm"
-    with pytest.raises(ProviderError, match="cannot run FPROP and DGRAD GEMM N=576"):
+    with pytest.raises(ProviderError, match="cannot run FPROP GEMM N=576"):
         registry.choose(Gemm(576, 576), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("auto", ("deep_gemm", "deep_gemm", "cublaslt")),
+        ("triton", ("triton", "triton", "triton")),
+        ("dgrad=cublaslt", ("deep_gemm", "cublaslt", "cublaslt")),
+        ("wgrad=triton, fprop=reference", ("reference", "deep_gemm", "triton")),
+    ],
+)
+def test_a_wish_per_role(probes, text, chosen):
+    probes["cublaslt"] = dataclasses.replace(probes["cublaslt"], row_invariant=False)
+    kernels = Kernels.parse(text)
+    assert tuple(kernels.provider(gemm, CUDA) for gemm in registry.linear_gemms(4096, 4096)) == chosen
+    assert Kernels.parse(str(kernels)) == kernels
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cutlass", "provider 'cutlass': expected auto or one of deep_gemm"),
+        ("fprop=cutlass", "provider 'cutlass': expected auto or one of deep_gemm"),
+        ("forward=triton", "no role 'forward'; expected fprop, dgrad, wgrad"),
+    ],
+)
+def test_a_wish_for_what_does_not_exist(text, message):
+    with pytest.raises(ProviderError, match=message):
+        Kernels.parse(text)
+
+
+def test_a_wish_that_cannot_be_served_names_the_linear(probes):
+    gemms = [("model.layers.0.mlp.up_proj", gemm) for gemm in registry.linear_gemms(576, 576)]
+    with pytest.raises(ProviderError, match="^model.layers.0.mlp.up_proj: provider 'deep_gemm' cannot run FPROP"):
+        Kernels.parse("deep_gemm").check(gemms, CUDA)
+
+
+def test_compile_refuses_before_it_changes_the_model():
+    """This machine's CPU runs no kernel of a GPU; the model stays what it was."""
+    model = random_model()
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(ProviderError, match=r"q_proj: provider 'triton' cannot run FPROP GEMM .* this one is cpu"):
+        jetgraph.compile(model, kernels="triton")
+    assert [type(m) for m in model.modules()] == before
+    assert not hasattr(model, "jetgraph")
+
+
+@pytest.mark.slow
+def test_every_gemm_of_a_compiled_graph_names_its_provider():
+    model = jetgraph.compile(random_model())
+    one_step(model, random_ids(model, 1, 9))
+    graphs = [
+        g for b in set(model.jetgraph.regions.values()) for g in (b.last_trained.forward, b.last_trained.backward)
+    ]
+    gemms = [n for g in graphs for n in g.graph.nodes if n.target is torch.ops.jetgraph.fp8_gemm.default]
+    assert len(gemms) == 7 * 3
+    assert {n.args[-1] for n in gemms} == {"reference"}
 
 
 def test_pinning_what_is_not_there(probes):

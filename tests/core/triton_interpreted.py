@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import reference, triton_gemm, triton_quantize
+from jetgraph.lowering import reference, triton_gemm, triton_quantize, triton_rows
 
 JET = (448.0, 1e-12, "div", False)
 RULES = [(448.0, 1e-4, d, p) for d, p in itertools.product(["div", "mul1/s", "mulq/a"], [False, True])]
@@ -105,3 +105,16 @@ def test_gemm_with_one_scale_for_everything():
     got = triton_gemm.fp8_gemm(a, scale, b, scale * 3, None, 0, 0, out_dtype=torch.float32, widen=True)
     expected = reference.fp8_gemm(a, scale, b, scale * 3, 0, 0)
     assert ((got - expected).abs() <= 1e-6 * expected.abs().max()).all()
+
+
+@pytest.mark.parametrize("length", [1, 31, 320, 576, 4096])
+def test_row_means(length):
+    x = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
+    for given in (x, x.t().contiguous().t()):
+        assert (triton_rows.row_mean(given).double() - x.double().mean(-1)).abs().max() < 1e-6
+    assert triton_rows.row_mean(x[:0]).shape == (0,)
+
+
+def test_row_means_refuse_what_is_not_fp32():
+    with pytest.raises(ValueError, match=r"row_mean got torch.bfloat16 \[2, 8\]; expected torch.float32"):
+        triton_rows.row_mean(torch.zeros(2, 8).bfloat16())

@@ -1,0 +1,66 @@
+"""Expansions of the fused operators (`lowering.fused_ops`): the terms of their definitions, so a graph means the same
+with and without fusions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetgraph.layout import Value
+from jetgraph.lift import Frame, Lifter, handles, only
+from jetgraph.lift_aten import row_mean
+from jetgraph.lift_gemm import quantized_rows, quantized_tokens
+from jetgraph.precision import Format
+from jetgraph.record import Op
+
+
+def _matrix(lift: Lifter, x: Value) -> Value:
+    """[..., C] as [T, C]."""
+    return lift.layouts.token_matrix(lift.layouts.read(x))
+
+
+def _both(lift: Lifter, x: Value, group: int, tokens: bool, rule: tuple) -> tuple[Any, ...]:
+    rows = _matrix(lift, x)
+    along_tokens = quantized_tokens(lift, rows, group, rule) if tokens else (None, None)
+    return (*quantized_rows(lift, rows, 1, group, rule), *along_tokens)
+
+
+@handles("jetgraph.quantize_rows_and_tokens")
+def _rows_and_tokens(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    x, group, *rule = args
+    return _both(lift, x, group, True, tuple(rule))
+
+
+@handles("jetgraph.rms_norm_quantize")
+def _rms_norm_quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    x, residual, weight, eps, own_mean, tokens, group, *rule = args
+    pointwise = lift.layouts.pointwise
+    s = x if residual is None else pointwise("add", [x, residual], Format.BF16)
+    square = pointwise("pow", [s], Format.F32, {"exponent": 2.0})
+    mean = row_mean(lift, square, Format.F32, True, "jetgraph::row_mean" if own_mean else "aten::mean")
+    shifted = pointwise("add", [mean, lift.operand(eps)], Format.F32)
+    r = pointwise("rsqrt", [shifted], Format.F32, kernel="aten::rsqrt")
+    normed = pointwise("mul", [s, r], Format.BF16)
+    y = pointwise("mul", [weight, normed], Format.BF16)
+    return (None if residual is None else s, r, *_both(lift, y, group, tokens, tuple(rule)))
+
+
+@handles("jetgraph.silu_mul_quantize")
+def _silu_mul_quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    gate, up, tokens, group, *rule = args
+    silu = lift.layouts.pointwise("silu", [gate], Format.BF16, kernel="aten::silu")
+    return _both(lift, lift.layouts.pointwise("mul", [silu, up], Format.BF16), group, tokens, tuple(rule))
+
+
+@handles("jetgraph.silu_mul_backward_quantize")
+def _silu_mul_backward_quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    dy, gate, up, group, *rule = args
+    pointwise = lift.layouts.pointwise
+    d_silu = pointwise("mul", [dy, up], Format.BF16)
+    d_gate = pointwise("silu_backward", [d_silu, gate], Format.BF16)
+    d_up = pointwise("mul", [dy, pointwise("silu", [gate], Format.BF16, kernel="aten::silu")], Format.BF16)
+    return tuple(half for d in (d_gate, d_up) for half in _both(lift, d, group, True, tuple(rule)))
