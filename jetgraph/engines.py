@@ -6,13 +6,14 @@ trainer and engine share nothing but files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jetgraph.attest import Attestation
+from jetgraph.audit import Audit
 from jetgraph.policy import Policy, PolicyError
 from jetgraph.scoring import Rollout
 
@@ -98,6 +99,17 @@ class RolloutEngine(Protocol):
 
     def attest(self, *, say: Callable[[str], None] = print) -> Attestation:
         """Hold the engine's operators against their definitions, on this machine and in the engine's own process."""
+        ...
+
+    def audit(
+        self,
+        model_dir: Path,
+        policy: Policy | None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> Audit:
+        """Start the engine on ``model_dir`` as users do (``options`` are its own), read every layer, and compare."""
         ...
 
 

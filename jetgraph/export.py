@@ -126,6 +126,12 @@ def declared_policy(declaration: dict[str, Any]) -> Policy:
     return get_policy(declaration.get("policy", "bf16"))
 
 
+def policy_of_folder(folder: Path) -> Policy | None:
+    """The policy that a model folder declares; None if jetgraph did not export it."""
+    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    return declared_policy(quantization["jetgraph"]) if "jetgraph" in quantization else None
+
+
 def export_linear(name: str, value: Tensor, precision: LinearPrecision) -> dict[str, Tensor]:
     """A tensor as it is, or a linear's weight as codes and scales."""
     if value.dtype.itemsize == 1 and value.is_floating_point():

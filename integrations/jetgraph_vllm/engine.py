@@ -45,6 +45,8 @@ class Completion:
     """Of prompt[1:] (the first token has none), or None if they were not asked for."""
     num_cached_tokens: int
     """Prompt tokens that the prefix cache supplied."""
+    versions: list[int] | None = None
+    """Weight version that sampled each token, if weight sync is attached (`jetgraph_vllm.sync`)."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,9 @@ def _completion(output: Any) -> Completion:
     if output.prompt_logprobs is not None:
         entries = list(output.prompt_logprobs)[1:]
         given = [entry[token].logprob for entry, token in zip(entries, prompt[1:], strict=True)]
-    return Completion(prompt, tokens, logprobs, given, output.num_cached_tokens or 0)
+    versions = getattr(sampled, "weight_versions", None)
+    cached = output.num_cached_tokens or 0
+    return Completion(prompt, tokens, logprobs, given, cached, None if versions is None else list(versions))
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

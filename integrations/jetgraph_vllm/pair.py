@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jetgraph.attest import Attestation
+from jetgraph.audit import Audit
 from jetgraph.engines import EngineRun, RolloutPlan
+from jetgraph.policy import Policy
 from jetgraph.scoring import Rollout
 
 MAX_STEP = 1024
@@ -51,6 +53,26 @@ class VllmEngine:
             self._subprocess("jetgraph_vllm.attest", found, say)
             return Attestation.parse(found.read_text())
 
+    def audit(
+        self,
+        model_dir: Path,
+        policy: Policy | None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> Audit:
+        with tempfile.TemporaryDirectory() as folder:
+            job, found = Path(folder, "job.json"), Path(folder, "audit.json")
+            content = {
+                "model": str(model_dir),
+                "policy": None if policy is None else policy.to_plain(),
+                "llm": dict(options or {}),
+                "out": str(found),
+            }
+            job.write_text(json.dumps(content))
+            self._subprocess("jetgraph_vllm.audit", job, say, plain_linears=False)
+            return Audit.from_plain(json.loads(found.read_text()))
+
     def _job(self, model_dir: Path, graph: Path | None, plans: Sequence[RolloutPlan], results: Path) -> dict[str, Any]:
         longest = max((len(p) + plan.max_tokens for plan in plans for p in plan.prompts), default=0)
         steps: list[dict[str, Any]] = [{"name": "graph", "do": "graph", "path": str(graph)}] if graph else []
@@ -77,8 +99,11 @@ class VllmEngine:
         }
         return {"engine": options, "results": str(results), "steps": steps}
 
-    def _subprocess(self, module: str, argument: Path, say: Callable[[str], None]) -> None:
-        environment = {**SHARING_CORES, **os.environ, "JETGRAPH_PLAIN_LINEAR": "1"}
+    def _subprocess(
+        self, module: str, argument: Path, say: Callable[[str], None], *, plain_linears: bool = True
+    ) -> None:
+        """``plain_linears``: see `jetgraph_vllm.linear.keep_plain_linears`; without, the engine is as it comes."""
+        environment = {**SHARING_CORES, **os.environ} | ({"JETGRAPH_PLAIN_LINEAR": "1"} if plain_linears else {})
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(argument)],
             env=environment,

@@ -1,0 +1,176 @@
+"""Weight sync into a running vLLM: `attach` once, then `update` after every training step.
+
+    live = attach(llm)                                # a `vllm.LLM`, or a `jetgraph_vllm.engine.Engine`
+    report = live.update(publish(model, version=1))   # all of it, or SyncRefused and the old weights serve on
+    live.verify_values().require()                    # the engine's bytes, read again: digests, version, addresses
+    output = llm.generate(...)[0].outputs[0]
+    output.weight_versions                            # of each token of output.token_ids
+
+The protocol is `jetgraph.sync`; here is what only vLLM knows: where tensors live (`sync_slots`), how to stop between
+two steps and forget the KV cache, how tokens learn their version (`token_versions`), and sleep.
+
+The prefix cache is **reset** inside the flip, not salted by version.  A salt is part of a request's block hashes, made
+when the request arrives: a request that waits over a flip would store blocks computed by the new weights under the old
+version's hash.  A reset depends on no caller, frees the blocks, and an old version never serves again, so nothing of
+value is lost.  Requests that are running are preempted by the same call: their cache is computed again by the
+new weights, so each token's logprob is that of one version over its whole prefix and no rule for mixed caches (JG018)
+is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jetgraph.sync import CommitReport, Receiver, SleepGuard, Source, SyncRefused, Transaction, ValueReport, send
+from jetgraph_vllm import check_version
+from jetgraph_vllm.collect import live_tensors
+from jetgraph_vllm.sync_slots import slots_of
+from jetgraph_vllm.token_versions import TokenVersions
+
+
+def attach(llm: Any, *, version: int = 0, staging: torch.device | str | None = None) -> LiveWeights:
+    """The weight sync of one engine; the weights that it has loaded become ``version``.  A second call gives the same.
+
+    Args:
+        llm: runs in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) on one rank.
+        staging: where an update waits until it is whole; None is the engine's device (a second copy of its weights),
+            "cpu" spares the device that and makes the flip as long as the copy from the host.
+
+    Raises:
+        UnsupportedEngine: a vLLM whose internals are not known here.
+        SyncRefused: the engine runs in other processes, or holds weights in a form that cannot be written in place.
+    """
+    llm = getattr(llm, "llm", llm)
+    known = getattr(llm, "jetgraph_weights", None)
+    if known is None:
+        known = llm.jetgraph_weights = LiveWeights(llm, version, staging)
+    return known
+
+
+class LiveWeights:
+    """Weight sync of one live `vllm.LLM`; see `attach`."""
+
+    def __init__(self, llm: Any, version: int, staging: torch.device | str | None) -> None:
+        import vllm
+
+        check_version(vllm.__version__)
+        self.llm = llm
+        self._core = core_of(llm)
+        model = self._core.model_executor.driver_worker.worker.model_runner.get_model()
+        store = VllmStore(self._core, model)
+        self.receiver = Receiver(store, version, staging)
+        covered = {slot.live.untyped_storage().data_ptr() for slot in store.slots.values()}
+        rest = {n: t.data for n, t in live_tensors(model)[0].items() if t.untyped_storage().data_ptr() not in covered}
+        if self._core.vllm_config.model_config.enable_sleep_mode:
+            guard_sleep(self._core.model_executor, self.receiver, rest)
+        TokenVersions(self._core.scheduler, llm.llm_engine.output_processor, self._serving_version)
+        llm.llm_engine.add_request = _guarded(llm.llm_engine.add_request, self.receiver)
+
+    def _serving_version(self) -> int:
+        self.receiver.require_serving()
+        return self.version
+
+    @property
+    def version(self) -> int:
+        return self.receiver.version
+
+    def begin(self, version: int) -> Transaction:
+        """For a trainer that streams by itself; `jetgraph.sync.send` is the usual way."""
+        return self.receiver.begin(version)
+
+    def update(self, update: Source, *, verify: bool = True) -> CommitReport:
+        """Stage, verify and flip; then, if ``verify``, read every live byte again.
+
+        Raises:
+            SyncRefused: see `jetgraph.sync`; the old weights serve on.
+            WeightsLost: what was read again is not what was written.
+        """
+        report = send(update, self)
+        if verify:
+            self.verify_values().require()
+        return report
+
+    def verify_values(self) -> ValueReport:
+        """Digests, version and addresses of what the engine holds now."""
+        return self.receiver.verify_values()
+
+    def sleep(self, level: int = 1) -> None:
+        """`vllm.LLM.sleep`, which is as good, but refused where it would do nothing.
+
+        Level 1 gives the weights back on waking, level 2 discards them: then an update must come first.
+
+        Raises:
+            ValueError: the engine cannot sleep; nothing happened.
+        """
+        if not self._core.vllm_config.model_config.enable_sleep_mode:
+            from vllm.platforms import current_platform
+
+            why = "build it with enable_sleep_mode=True"
+            if not current_platform.is_sleep_mode_available():
+                why = f"vLLM has no sleep mode on {current_platform.device_type}: its worker ignores the call"
+            raise ValueError(f"the engine cannot sleep at level {level}: {why}")
+        self.llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        """See `jetgraph.sync.SleepGuard.wake_up`."""
+        self.llm.wake_up()
+
+
+class VllmStore:
+    """`jetgraph.sync.WeightStore` over the model of one worker in this process."""
+
+    def __init__(self, core: Any, model: torch.nn.Module) -> None:
+        self.core = core
+        self.model = model
+        self.slots, self.aliases = slots_of(model)
+
+    def stop(self) -> None:
+        """No batch in flight, and no KV entry of the old weights that anyone can read again."""
+        if self.core.batch_queue:
+            raise SyncRefused(f"{len(self.core.batch_queue)} batches are in flight: step the engine until none is")
+        if self.core.model_executor.is_sleeping:
+            raise SyncRefused("the engine sleeps: wake it, then send and commit")
+        if not self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise SyncRefused("the prefix cache, or a KV connector, could not be reset and would serve the old weights")
+        self.core.reset_encoder_cache()
+
+    def refresh(self) -> None:
+        """Our methods keep images of their weights; stock ones that `slots_of` accepts keep nothing."""
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if type(method).__module__.startswith("jetgraph_vllm."):
+                method.process_weights_after_loading(module)
+
+
+def guard_sleep(executor: Any, receiver: Receiver, rest: Mapping[str, torch.Tensor]) -> None:
+    """Whoever puts the engine to sleep or wakes it passes through a `SleepGuard`: `vllm.LLM`, a server, or `sleep`."""
+    guard = SleepGuard(receiver, rest, executor.sleep, executor.wake_up)
+    executor.sleep, executor.wake_up = guard.sleep, guard.wake_up
+
+
+def core_of(llm: Any) -> Any:
+    """The engine core, if it runs in this process."""
+    client = llm.llm_engine.engine_core
+    core = getattr(client, "engine_core", None)
+    if core is None or not hasattr(core, "scheduler"):
+        raise SyncRefused(
+            f"the engine runs in another process ({type(client).__name__}): set VLLM_ENABLE_V1_MULTIPROCESSING=0 "
+            "before vLLM is imported"
+        )
+    ranks = core.vllm_config.parallel_config.world_size
+    if ranks != 1:
+        raise SyncRefused(f"the engine has {ranks} ranks: weight sync writes one, use tensor_parallel_size=1")
+    return core
+
+
+def _guarded(add_request: Any, receiver: Receiver) -> Any:
+    @functools.wraps(add_request)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        receiver.require_serving()  # before it is queued: a refused request must leave nothing behind
+        return add_request(*args, **kwargs)
+
+    return guarded

@@ -1,0 +1,289 @@
+"""The engine's end: stage everything, verify everything, then exchange in place between two steps, or change nothing.
+
+A transaction moves no live byte before its last check has passed.  The flip then *exchanges* each staged tensor with
+the live one, so the old version is at hand until the last tensor is in: a flip that fails half-way is taken back.
+Addresses never change (CUDA graphs and merged weights hold them), and the version is one assignment, after all bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from jetgraph.digest import tensor_digest
+from jetgraph.sync.manifest import Manifest, SyncRefused, TensorSpec, WeightsLost, check_pairs, some
+from jetgraph.sync.store import CommitReport, Slot, ValueReport, WeightStore
+
+
+class Receiver:
+    """One engine's end of weight sync.  The weights found are version ``version``; later ones must be greater."""
+
+    def __init__(self, store: WeightStore, version: int = 0, staging: torch.device | str | None = None) -> None:
+        self.store = store
+        self.staging = staging
+        """Where updates wait: None is each tensor's own device; "cpu" spares the GPU a second copy of the model."""
+        self.addresses = {name: slot.live.data_ptr() for name, slot in store.slots.items()}
+        self.manifest = self._read(version, "as loaded")
+        self.serving = True
+        self.asleep = 0
+        """The level at which the engine sleeps; `jetgraph.sync.sleeping.SleepGuard` keeps it."""
+        self._open: Transaction | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve now."""
+        return self.manifest.version
+
+    def begin(self, version: int) -> Transaction:
+        """Open a transaction.  One for a newer version replaces one that is still open: its trainer is gone.
+
+        A version whose weights were lost may be sent again; its bytes must be the same.
+
+        Raises:
+            SyncRefused: ``version`` is served already or is not newer than the open transaction's.
+        """
+        if version < self.version or (version == self.version and self.serving):
+            raise SyncRefused(
+                f"version {version} comes after version {self.version} is served: a repeated or late update; send "
+                f"{self.version + 1} or more"
+            )
+        if self._open is not None and version <= self._open.version:
+            raise SyncRefused(
+                f"version {version} begins while version {self._open.version} is being sent: abort that one, or send "
+                f"{self._open.version + 1} or more"
+            )
+        if self._open is not None:
+            self._open.abort()
+        self._open = Transaction(self, version)
+        return self._open
+
+    def require_serving(self) -> None:
+        """Raises:
+        WeightsLost: the weights are of no version, or not in memory.
+        """
+        if self.asleep:
+            raise WeightsLost(f"the engine sleeps at level {self.asleep}: wake it before generating")
+        if not self.serving:
+            raise WeightsLost(
+                f"the engine's weights are not those of version {self.version} any more: send a complete update before "
+                "generating"
+            )
+
+    def lose_weights(self) -> None:
+        """The live bytes were discarded (sleep level 2): nothing is served until a complete update."""
+        self.serving = False
+
+    def verify_values(self) -> ValueReport:
+        """Read every live tensor again and compare with the manifest of the version served."""
+        found = self._read(self.version, self.manifest.policy).tensors
+        addresses = {name: slot.live.data_ptr() for name, slot in self.store.slots.items()}
+        return ValueReport(
+            self.version,
+            self.manifest.digest,
+            {name: spec.digest for name, spec in found.items()},
+            addresses,
+            tuple(name for name, spec in found.items() if spec.digest != self.manifest.tensors[name].digest),
+            tuple(name for name, address in addresses.items() if address != self.addresses[name]),
+        )
+
+    def _read(self, version: int, policy: str) -> Manifest:
+        return Manifest(
+            version,
+            policy,
+            tuple(
+                TensorSpec(name, slot.dtype, tuple(slot.live.shape), tensor_digest(slot.live), slot.precision)
+                for name, slot in self.store.slots.items()
+            ),
+        )
+
+
+@dataclass
+class Transaction:
+    """One update on its way in.  Any refusal ends it: what was staged is dropped, what is live was not touched."""
+
+    receiver: Receiver
+    version: int
+    staged: dict[str, Tensor] = field(default_factory=dict)
+    _came_as: dict[str, str] = field(default_factory=dict)
+    _start: float = field(default_factory=time.perf_counter)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Stage a copy of one tensor; any order.
+
+        Raises:
+            SyncRefused: the transaction is over; or the tensor has no place, came before, has another dtype or shape,
+                or is tied in the engine to one that came with other bytes.
+        """
+        self._require_open()
+        given, name = name, self.receiver.store.aliases.get(name, name)
+        slot = self.receiver.store.slots.get(name)
+        if slot is None:
+            self._refuse(f"{name} has no place in the engine: another model, or names with a prefix")
+        if tensor.dtype != slot.live.dtype:
+            got, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, slot.live.dtype))
+            self._refuse(f"{name} is {got}, the engine holds {expected}: send it as the engine's policy has it")
+        if tensor.shape != slot.live.shape:
+            self._refuse(
+                f"{name} has shape {list(tensor.shape)}, the engine's {list(slot.live.shape)}: another model, block "
+                "size or layout (scales are the row-major grid of blocks; packing them is the engine's business)"
+            )
+        before = self._came_as.setdefault(name, given)
+        if name in self.staged:
+            if before == given:
+                self._refuse(f"{given} came twice: one update has one value of each tensor")
+            if not same_bytes(self.staged[name].cpu(), tensor.cpu()):
+                self._refuse(f"{given} and {before} are one tensor in the engine and came with two values: untied")
+            return
+        device = slot.live.device if self.receiver.staging is None else self.receiver.staging
+        self.staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
+
+    def commit(self, manifest: Manifest) -> CommitReport:
+        """Verify all that was staged against what the trainer says it sent, and make it live.
+
+        Raises:
+            SyncRefused: a tensor is missing or differs, has another precision than the engine reads it with, or the
+                engine could not stop.  The old version serves.
+        """
+        self._require_open()
+        accepted = self._check(manifest)
+        slots = self.receiver.store.slots
+        start = time.perf_counter()
+        try:
+            self.receiver.store.stop()
+        except SyncRefused:
+            self.abort()
+            raise
+        self._flip(accepted)
+        stall = time.perf_counter() - start
+        changed: dict[str, tuple[int, int]] = {}
+        for name, old in self.staged.items():
+            counted = changed.get(slots[name].dtype, (0, 0))
+            changed[slots[name].dtype] = (counted[0] + num_changed(slots[name].live, old), counted[1] + old.numel())
+        num_bytes = sum(tensor.nbytes for tensor in self.staged.values())
+        self.abort()  # the old version's bytes are of no more use
+        return CommitReport(self.version, len(slots), num_bytes, time.perf_counter() - self._start, stall, changed)
+
+    def abort(self) -> None:
+        """Drop everything staged.  Live tensors are as they were; a transaction that is over stays over."""
+        self.staged = {}
+        if self.receiver._open is self:
+            self.receiver._open = None
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def _require_open(self) -> None:
+        if self.receiver._open is not self:
+            raise SyncRefused(f"the update to version {self.version} is over: it was refused, aborted or replaced")
+
+    def _check(self, manifest: Manifest) -> Manifest:
+        """The manifest under the engine's own names, if it says exactly what was staged."""
+        store = self.receiver.store
+        if self.receiver.asleep:
+            self._refuse(f"the engine sleeps at level {self.receiver.asleep}: wake it, then send and commit")
+        if manifest.version != self.version:
+            self._refuse(f"the manifest is of version {manifest.version}, the update of {self.version}")
+        sent = {store.aliases.get(name, name): spec for name, spec in manifest.tensors.items()}
+        try:
+            check_pairs({name: store.slots[name].dtype for name in self.staged}, self.version)
+        except SyncRefused as error:
+            self._refuse(str(error))
+        if missing := [name for name in store.slots if name not in self.staged]:
+            self._refuse(f"{some(missing)} did not come: an update is complete or none ({len(missing)} missing)")
+        if unsent := [name for name in self.staged if name not in sent]:
+            self._refuse(f"{some(unsent)} came but the manifest does not have them")
+        for name, spec in sent.items():
+            if name not in self.staged:
+                self._refuse(f"{name} is in the manifest but did not come")
+            expected = store.slots[name].precision
+            if spec.precision != expected:
+                self._refuse(f"{name} was made as {spec.precision}, the engine reads it as {expected}: one policy")
+            got = tensor_digest(self.staged[name])
+            if got != spec.digest:
+                self._refuse(
+                    f"{name} has digest {got[:16]}, the trainer sent {spec.digest[:16]}: damaged on the way, send again"
+                )
+        accepted = Manifest(self.version, manifest.policy, tuple(replace(sent[n], name=n) for n in store.slots))
+        serving = self.receiver.manifest
+        if serving.version == self.version and serving.digest != accepted.digest:
+            self._refuse(f"version {self.version} was served with other weights: send these as {self.version + 1}")
+        return accepted
+
+    def _refuse(self, why: str) -> NoReturn:
+        serving = self.receiver.version
+        self.abort()
+        raise SyncRefused(f"{why}. The engine serves version {serving}")
+
+    # --------------------------------------------------------------------------------------------------------- flip
+
+    def _flip(self, accepted: Manifest) -> None:
+        """Exchange every staged tensor with the live one; the version is the last thing that changes.
+
+        Raises:
+            SyncRefused: some write failed or did not store what it was given; all were taken back.
+            WeightsLost: taking them back failed too.
+        """
+        receiver, slots = self.receiver, self.receiver.store.slots
+        done: list[str] = []
+        try:
+            for name, slot in slots.items():
+                new, old = self.staged[name], torch.empty_like(self.staged[name]).copy_(slot.live)
+                self.staged[name] = old
+                done.append(name)  # only now is there something to take back
+                write(slot.live, new, name)
+            receiver.store.refresh()
+            synchronize(slots.values())
+            receiver.manifest, receiver.serving = accepted, True
+        except BaseException as error:
+            if receiver.manifest is accepted:
+                raise
+            try:
+                take_back(slots, self.staged, done)
+                receiver.store.refresh()
+            except BaseException as second:
+                receiver.lose_weights()
+                raise WeightsLost(f"the flip to version {self.version} failed ({error}); so did undoing it") from second
+            finally:
+                self.abort()
+            if not isinstance(error, Exception):
+                raise  # an interrupt is not a refusal
+            raise SyncRefused(
+                f"the flip to version {self.version} failed: {error}. All was taken back. The engine serves version "
+                f"{receiver.version}"
+            ) from error
+
+
+def write(live: Tensor, new: Tensor, name: str) -> None:
+    """In place, and read back on the device: a write that was not one must not become a version."""
+    with torch.inference_mode():  # an engine may have made its tensors under it; elsewhere they refuse writes
+        live.copy_(new)
+    if not same_bytes(live, new.to(live.device)):
+        raise RuntimeError(f"{name} did not take the bytes it was given")
+
+
+def take_back(slots: Mapping[str, Slot], staged: Mapping[str, Tensor], done: Iterable[str]) -> None:
+    with torch.inference_mode():
+        for name in done:
+            slots[name].live.copy_(staged[name])
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """NaN equals the same NaN, and −0 is not 0."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def num_changed(a: Tensor, b: Tensor) -> int:
+    """How many elements differ in any bit."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return int((a.reshape(-1).view(width) != b.to(a.device).reshape(-1).view(width)).sum())
+
+
+def synchronize(slots: Iterable[Slot]) -> None:
+    """Wait for the copies: the next step may run on another stream."""
+    for device in {slot.live.device for slot in slots}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
