@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from jetgraph.lift import SequenceMask, SequenceStarts
+from jetgraph.lift.lifter import SequenceMask, SequenceStarts
 
 
 @dataclass(frozen=True)

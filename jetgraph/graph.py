@@ -137,6 +137,12 @@ class PrecisionGraph:
 
     # -------------------------------------------------------------------------------------------------------- forms
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """What a notebook shows: the overview, folded by equal layers."""
+        from jetgraph.viz.notebook import mimebundle
+
+        return mimebundle(self)
+
     def to_json(self) -> str:
         return graph_json.write(self.name, self.nodes, self.outputs, self.meta)
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-import jetgraph.lift_all  # noqa: F401  (registers the handlers)
+import jetgraph.lift.all  # noqa: F401  (registers the handlers)
 from jetgraph.batch import Batch, Sequences
 from jetgraph.capture import Recorder, RegionCall, Step, recording
 from jetgraph.compiler import Compiled
@@ -25,7 +25,7 @@ from jetgraph.digest import tensor_digest
 from jetgraph.fx_record import record_graph
 from jetgraph.graph import Node, Phase, PrecisionGraph
 from jetgraph.layout import Value
-from jetgraph.lift import Frame, Lifter, SequenceMask, SequenceStarts, live_names
+from jetgraph.lift.lifter import Frame, Lifter, SequenceMask, SequenceStarts, live_names
 from jetgraph.lowering import reference
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.normal_form import TermBuilder

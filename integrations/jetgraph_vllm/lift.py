@@ -21,15 +21,15 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import jetgraph.lift_all  # noqa: F401  (registers the expansions)
+import jetgraph.lift.all  # noqa: F401  (registers the expansions)
 from jetgraph.digest import tensor_digest
 from jetgraph.export import declared_policy
 from jetgraph.graph import PrecisionGraph
 from jetgraph.interpret import Quantized, interpret
 from jetgraph.layout import Value
-from jetgraph.lift import HANDLERS, Frame, Lifter, LiftError, QuantizedHalf, only, refuse_unless, with_defaults
-from jetgraph.lift_attention import attention, attention_attrs
-from jetgraph.lift_gemm import gemm, with_bias
+from jetgraph.lift.attention import attention, attention_attrs
+from jetgraph.lift.gemm import gemm, with_bias
+from jetgraph.lift.lifter import HANDLERS, Frame, Lifter, LiftError, QuantizedHalf, only, refuse_unless, with_defaults
 from jetgraph.lowering import reference
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import BF16, Format, Precision

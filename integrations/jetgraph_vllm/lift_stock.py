@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jetgraph.lift_all  # noqa: F401  (registers the expansions)
+import jetgraph.lift.all  # noqa: F401  (registers the expansions)
 from jetgraph.graph import PrecisionGraph
 from jetgraph.layout import Value
-from jetgraph.lift import HANDLERS, Frame, Lifter, QuantizedHalf, only, refuse_unless
-from jetgraph.lift_attention import attention, attention_attrs
-from jetgraph.lift_gemm import gemm
+from jetgraph.lift.attention import attention, attention_attrs
+from jetgraph.lift.gemm import gemm
+from jetgraph.lift.lifter import HANDLERS, Frame, Lifter, QuantizedHalf, only, refuse_unless
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import Division, Format, Granularity, Precision, Scale, ScaleRule
 from jetgraph.record import Op, evaluate_size

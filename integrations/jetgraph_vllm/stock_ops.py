@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetgraph.layout import Value
-from jetgraph.lift import Lifter, QuantizedHalf, only, refuse_unless
+from jetgraph.lift.lifter import Lifter, QuantizedHalf, only, refuse_unless
 from jetgraph.normal_form import as_f32
 from jetgraph.precision import F32, Division, Format, Granularity, Scale, ScaleRule
 

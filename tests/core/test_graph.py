@@ -11,7 +11,7 @@ import torch
 import jetgraph
 from jetgraph.graph import GraphError, Node, Phase, PrecisionGraph, Role
 from jetgraph.interpret import InterpretError, interpret
-from jetgraph.lift import Lifter
+from jetgraph.lift.lifter import Lifter
 from jetgraph.normal_form import TermBuilder
 from jetgraph.ops import OPS
 from jetgraph.precision import BF16

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import jetgraph.lift_all  # noqa: F401  (registers the handlers)
+import jetgraph.lift.all  # noqa: F401  (registers the handlers)
 from jetgraph.fx_record import record_graph
 from jetgraph.interpret import interpret
 from jetgraph.layout import Value
-from jetgraph.lift import Lifter
+from jetgraph.lift.lifter import Lifter
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import F32
 

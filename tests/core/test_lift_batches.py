@@ -11,7 +11,7 @@ import jetgraph.lowering.torch_ops
 from jetgraph.batch import Sequences
 from jetgraph.fx_record import record_graph
 from jetgraph.interpret import interpret
-from jetgraph.lift import Lifter, SequenceMask, SequenceStarts
+from jetgraph.lift.lifter import Lifter, SequenceMask, SequenceStarts
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import BF16
 from jetgraph.replay import replay_step

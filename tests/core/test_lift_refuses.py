@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import jetgraph.lift_all
+import jetgraph.lift.all
 import jetgraph.lowering.torch_ops
 from jetgraph.fx_record import record_graph
 from jetgraph.interpret import interpret
-from jetgraph.lift import Lifter
+from jetgraph.lift.lifter import Lifter
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import BF16, F32
 from jetgraph.record import Op
 
 TOKENS = 53
 RULE = (448.0, 1e-12, "div", False)
-assert jetgraph.lift_all
+assert jetgraph.lift.all
 
 
 def lift(function, x):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import jetgraph
-import jetgraph.lift_all
+import jetgraph.lift.all
 import jetgraph.lowering.torch_ops
 from jetgraph.extract import expected_rollout
 from jetgraph.interpret import interpret
@@ -19,7 +19,7 @@ from tests.core.test_lift_refuses import TOKENS, lift
 
 RULE = (448.0, 1e-12, "mulq/a", False)
 ops = torch.ops.jetgraph
-assert jetgraph.lift_all
+assert jetgraph.lift.all
 
 
 def whole_axis(x, rows: int, group: int, b_rows: int = 0):

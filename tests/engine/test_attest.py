@@ -22,7 +22,7 @@ from jetgraph.attest.trainer import attest_trainer
 from jetgraph.cli import app
 from jetgraph.interpret import Quantized, interpret
 from jetgraph.layout import Value
-from jetgraph.lift import Lifter, QuantizedHalf
+from jetgraph.lift.lifter import Lifter, QuantizedHalf
 from jetgraph.lowering import reference
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import BF16

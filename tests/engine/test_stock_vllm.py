@@ -25,7 +25,7 @@ from jetgraph_vllm.storages import Schema, StorageError, functional, unrecorded
 
 from jetgraph.graph import PrecisionGraph
 from jetgraph.interpret import InterpretError
-from jetgraph.lift import live_names
+from jetgraph.lift.lifter import live_names
 from jetgraph.record import Op, Ref, TensorSpec, references
 from jetgraph.verify import Result, Verdict
 from tests.engine.captured_dump import read_dump

@@ -364,7 +364,7 @@ def test_pointwise_over_cat(program, fires: bool) -> None:
 def test_every_rule_has_its_cases() -> None:
     """A rule that a lifter counts and nobody tests is found here."""
     named: set[str] = set()
-    files = [*(ROOT / "jetgraph").glob("*.py"), *(ROOT / "integrations" / "jetgraph_vllm").glob("*.py")]
+    files = [*(ROOT / "jetgraph").rglob("*.py"), *(ROOT / "integrations" / "jetgraph_vllm").glob("*.py")]
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:

@@ -1,4 +1,4 @@
-"""Expansions of ATen operators that arrange, compute pointwise or reduce; `lift_gemm` and `lift_model` hold the rest.
+"""Expansions of ATen operators that arrange, compute pointwise or reduce; its neighbours hold the rest.
 
 Both lifters (trainer and engine) share them.  In each: the arguments are already `Value`s, every one is used or
 refused, and a BF16 result is FP32 arithmetic followed by `round(bf16)`.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jetgraph.layout import Value, clamped, is_token
-from jetgraph.lift import (
+from jetgraph.lift.lifter import (
     Frame,
     Lifter,
     Nothing,

@@ -18,7 +18,7 @@ from typing import Any
 
 from jetgraph.graph import Attr, Phase
 from jetgraph.layout import Value
-from jetgraph.lift import Filled, Frame, Lifter, SequenceMask, SequenceStarts, handles, only, refuse_unless
+from jetgraph.lift.lifter import Filled, Frame, Lifter, SequenceMask, SequenceStarts, handles, only, refuse_unless
 from jetgraph.normal_form import as_f32
 from jetgraph.precision import BF16, F32, Format
 from jetgraph.record import Op

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from jetgraph.layout import Value
-from jetgraph.lift import Frame, Lifter, handles, only
-from jetgraph.lift_aten import row_mean
-from jetgraph.lift_gemm import quantized_rows, quantized_tokens
+from jetgraph.lift.aten import row_mean
+from jetgraph.lift.gemm import quantized_rows, quantized_tokens
+from jetgraph.lift.lifter import Frame, Lifter, handles, only
 from jetgraph.precision import Format
 from jetgraph.record import Op
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetgraph.layout import Value
-from jetgraph.lift import Frame, Lifter, handles, only, refuse_unless
+from jetgraph.lift.lifter import Frame, Lifter, handles, only, refuse_unless
 from jetgraph.normal_form import as_f32
 from jetgraph.precision import BF16, F32, Format
 from jetgraph.record import Op

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from jetgraph.layout import Value, is_token
-from jetgraph.lift import CONTRACTION_ROLE, Frame, Lifter, QuantizedHalf, handles, only, refuse_unless, with_defaults
+from jetgraph.lift.lifter import (
+    CONTRACTION_ROLE,
+    Frame,
+    Lifter,
+    QuantizedHalf,
+    handles,
+    only,
+    refuse_unless,
+    with_defaults,
+)
 from jetgraph.policy import LinearPrecision, WgradSource
 from jetgraph.precision import Division, Format, Granularity, Precision, Scale, ScaleRule
 from jetgraph.record import Op

@@ -1,7 +1,7 @@
 """Captured ATen programs → precision-graph terms.  Torch-free: it reads `jetgraph.record` lists.
 
 `Lifter.run` walks one recorded program, binding placeholders to `Value`s and expanding each operator into primitives
-(the handlers live in `jetgraph.lift_aten`).  A handler consumes every argument and keyword or refuses; an operator
+(the handlers live in `jetgraph.lift.aten`).  A handler consumes every argument and keyword or refuses; an operator
 without a handler becomes an `unknown` node under its own name, so the verdict is UNKNOWN and says which one.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jetgraph.graph import Attr
 from jetgraph.layout import Value, is_token
-from jetgraph.lift import FORMATS, Frame, Lifter, Zeros, handles, only, refuse_unless
+from jetgraph.lift.lifter import FORMATS, Frame, Lifter, Zeros, handles, only, refuse_unless
 from jetgraph.precision import F32, Format, Precision
 from jetgraph.record import Op
 
