@@ -64,7 +64,7 @@ def stacked(side: str, num_layers: int) -> PrecisionGraph:
 
 def _at(text: Any, layer: int) -> Any:
     """A path of the third layer, or of the norm that comes after it, as it is for another layer."""
-    return re.sub(r"\.layers\.([23])\.", lambda match: f".layers.{int(match[1]) + layer - 2}.", text)
+    return re.sub(r"\.layers\.([23])(?=\.|$)", lambda match: f".layers.{int(match[1]) + layer - 2}", text)
 
 
 def with_backward(graph: PrecisionGraph, num_edges: int) -> PrecisionGraph:

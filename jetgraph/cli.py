@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated
 
@@ -131,6 +131,34 @@ def inspect(graph: Graph, json: Annotated[bool, typer.Option("--json", help="for
 
 
 @app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="a graph file")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="a graph file")],
+    json: Annotated[bool, typer.Option("--json", help="for machines (docs/pictures.md says what it holds)")] = False,
+    html: Annotated[Path | None, typer.Option(help="also write both, side by side, as one HTML page here")] = None,
+) -> None:
+    """Say what changed from one graph to another, edge by edge: two runs, two policies, or training and rollout.
+
+    A comparison, not a verification.  Exit status 0 no difference, 1 differences, 2 unreadable, 3 none found, but an
+    operator is unknown.
+    """
+    from jetgraph.graph import PrecisionGraph
+    from jetgraph.show import write_comparison
+    from jetgraph.viz.compare import compare
+    from jetgraph.viz.compare_report import as_json, report
+
+    with errors_in_one_sentence():
+        found = compare(PrecisionGraph.load(first), PrecisionGraph.load(second))
+        if html is not None:
+            say(f"page: {write_comparison(html, found)}")
+        if json:
+            out.print(dumps(as_json(found), indent=2, ensure_ascii=False), markup=False)
+        else:
+            out.print(report(found, (str(first), str(second))), soft_wrap=False)
+    raise typer.Exit(found.exit_status)
+
+
+@app.command()
 def extract(graph: Graph, output: Output) -> None:
     """The expected rollout graph: the forward observables of a training graph and what they need."""
     from jetgraph.extract import expected_rollout
@@ -208,14 +236,23 @@ def show(
     train: Graph,
     infer: Annotated[Path | None, typer.Argument(help="the rollout graph, side by side")] = None,
     output: Output = Path("graph.html"),
+    format: Annotated[
+        str | None, typer.Option(help="html, svg, png, dot, model-explorer or netron; else what the file's name says")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="svg, png, dot: one layer instead of the overview")] = None,
+    difference: Annotated[int | None, typer.Option(help="svg, png: the window around this difference, from 1")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="a layer's backward; in dot both")] = False,
 ) -> None:
-    """Write one self-contained HTML page of a graph, or of both with their differences."""
+    """Write a graph, or both with their differences: one HTML page, a still picture, or a file for another viewer."""
     from jetgraph.graph import PrecisionGraph
-    from jetgraph.show import write_page
+    from jetgraph.show import write
 
     with errors_in_one_sentence():
         other = PrecisionGraph.load(infer) if infer else None
-        out.print(str(write_page(output, PrecisionGraph.load(train), other)), markup=False)
+        train_graph = PrecisionGraph.load(train)
+        part = {"layer": layer, "difference": difference, "backward": backward}
+        for path in write(output, train_graph, other, format=format, **part):
+            out.print(str(path), markup=False)
 
 
 policy_app = typer.Typer(no_args_is_help=True, help="What a policy says, alone or about a model.")
@@ -289,6 +326,39 @@ def attest(
         if json is not None:
             found.save(json)
         out.print(found.text(), markup=False)
+    raise typer.Exit(found.exit_status)
+
+
+@app.command()
+def audit(
+    model: Annotated[Path, typer.Argument(help="a folder that the engine serves: exported by jetgraph, or any other")],
+    policy: Annotated[
+        str | None, typer.Option("--policy", "-p", help="the policy to compare with; else the one the folder declares")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="the rollout engine")] = "vllm",
+    options: Annotated[str, typer.Option(help='the engine\'s own settings, such as {"enforce_eager": true}')] = "{}",
+    json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """What a loaded engine really holds: each layer's format, granularity, scale rule, kernel and layout.
+
+    Exit status 0 equal to the policy as a set (or no policy), 1 different, 2 error, 3 something could not be read.
+    """
+    from jetgraph.engines import get_engine
+    from jetgraph.export import policy_of_folder
+    from jetgraph.pair import check_model_folder
+    from jetgraph.policy import get_policy
+
+    with errors_in_one_sentence():
+        check_model_folder(_existing(model))
+        chosen = policy_of_folder(model) if policy is None else get_policy(policy)
+        settings = loads(options)
+        if not isinstance(settings, dict):
+            raise ValueError(f"--options {options}: expected a JSON object of the engine's settings")
+        found = get_engine(engine).audit(model, chosen, settings, say=say)
+        if json:
+            out.print(dumps(found.to_plain(), indent=2, ensure_ascii=False), markup=False)
+        else:
+            out.print(found.view(), soft_wrap=False)
     raise typer.Exit(found.exit_status)
 
 

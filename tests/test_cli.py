@@ -83,7 +83,7 @@ def test_extract_keeps_the_observables(pair, tmp_path):
 def test_show_inspect_and_doctor(pair, tmp_path):
     page = tmp_path / "page.html"
     assert run("show", *pair, "-o", page)[0] == 0
-    assert "http" not in page.read_text().replace("http://www.w3.org", "")
+    assert "://" not in page.read_text().replace("http://www.w3.org", "")
     status, text = run("inspect", pair[0])
     assert status == 0
     assert "q_proj" in text
@@ -157,6 +157,9 @@ def test_help_names_every_arrow():
         "show",
         "diverge",
         "policy",
+        "diff",
+        "audit",
+        "attest",
         "doctor",
     ):
         assert command in text

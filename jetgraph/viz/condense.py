@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from struct import pack
 
 from jetgraph.graph import Node, Phase, PrecisionGraph
 from jetgraph.viz.layers import Place
@@ -19,6 +20,8 @@ ALONE = frozenset(
     | {"input", "poison", "unknown"}
 )
 _KINDS = {"parameter": "weight", "operand": "weight", "embed": "gemm", "attention_backward": "attention"}
+_TELLING = ("format", "size", "exponent", "index", "eps")
+"""Attributes worth a place beside the op's name."""
 MAX_NAMED_OPS = 2
 MAX_KERNEL = 26
 """Characters of a kernel's name in a box; the panel has all of it."""
@@ -28,7 +31,8 @@ FLOWS = ("layer input", "gradient in")
 
 @dataclass(frozen=True)
 class Box:
-    """``kind``: quantize, gemm, attention, weight, input, round, pointwise, unknown; or port (a value from outside)
+    """``kind``: quantize, gemm, attention, weight, input, round, pointwise, op (one op of what is elsewhere drawn as
+    pointwise), unknown; or port (a value from outside)
     and exit (a value that leaves).  ``nodes`` are node indices; of a port and an exit those that are named."""
 
     kind: str
@@ -51,11 +55,13 @@ def condense(
     paths: Sequence[str],
     port_title: Callable[[int], str],
     exits: Mapping[int, str],
+    every_op: bool = False,
 ) -> Condensed:
-    """The boxes of ``members``.  Values from elsewhere enter by ports titled ``port_title(node)``; nodes of ``exits``
-    get an exit box with that title.  Constants are written inside the box that uses them."""
+    """The boxes of ``members``; with ``every_op`` one box a node.  Values from elsewhere enter by ports titled
+    ``port_title(node)``; nodes of ``exits`` get an exit box with that title.  Constants are written inside the box
+    that uses them."""
     members = [i for i in sorted(members) if graph.nodes[i].op != "const"]
-    cluster = _clusters(graph, members, paths)
+    cluster = {i: i for i in members} if every_op else _clusters(graph, members, paths)
     result = Condensed()
     box_of: dict[int, int] = {}
     groups: dict[int, list[int]] = defaultdict(list)
@@ -74,7 +80,8 @@ def condense(
     for nodes in groups.values():
         box_of.update(dict.fromkeys(nodes, len(result.boxes)))
         entering = [i for n in nodes for i in graph.nodes[n].inputs if i not in inside and graph.nodes[i].op != "const"]
-        result.boxes.append(_box(graph, nodes, paths, [port_title(i) for i in entering]))
+        box = _box(graph, nodes, paths, [port_title(i) for i in entering])
+        result.boxes.append(replace(box, kind="op") if every_op and box.kind == "pointwise" else box)
     result.edges = _edges(graph, members, box_of)
     for value, title in exits.items():
         if value in inside:
@@ -150,7 +157,7 @@ def _box(graph: PrecisionGraph, nodes: list[int], paths: Sequence[str], entering
 
 
 def _chain(graph: PrecisionGraph, nodes: tuple[int, ...], name: str, entering: list[str]) -> Box:
-    ops = [_word(graph.nodes[i]) for i in nodes]
+    ops = [op_words(graph, graph.nodes[i]) for i in nodes]
     if len(ops) <= MAX_NAMED_OPS:
         return Box("pointwise", " → ".join(ops), name, nodes)
     table = next((t for t in entering if "rotary" in t), "")
@@ -163,8 +170,28 @@ def _chain(graph: PrecisionGraph, nodes: tuple[int, ...], name: str, entering: l
     return Box("pointwise", title, f"{first}{ellipsis}{rounding}", nodes)
 
 
-def _word(node: Node) -> str:
-    return f"round {node.attr('format')}" if node.op == "round" else node.op
+def _number(value: object) -> str:
+    """The shortest text that is this FP32 number.
+
+    >>> _number(9.999999747378752e-06), _number(0.125)
+    ('1e-05', '0.125')
+    """
+    if not isinstance(value, float):
+        return str(value)
+    texts = (f"{value:.{digits}g}" for digits in range(1, 9))
+    return next((text for text in texts if pack("f", float(text)) == pack("f", value)), f"{value:.9g}")
+
+
+def op_words(graph: PrecisionGraph, node: Node) -> str:
+    """An op with the constants it reads (each with its format) and the attribute that tells it from its like."""
+    leaves = [graph.nodes[i] for i in node.inputs if graph.nodes[i].op == "const"]
+    constants = [f"{leaf.type.precision.short()} {_number(leaf.attr('value'))}" for leaf in leaves]
+    attrs = dict(node.attrs)
+    if node.op == "slice":
+        detail = f"{attrs['start']}:{attrs['stop']}"
+    else:
+        detail = next((str(attrs[name]) for name in _TELLING if name in attrs), "")
+    return " ".join(part for part in (node.op, detail, *constants) if part)
 
 
 def _kernel(node: Node, role: str) -> str:

@@ -1,28 +1,35 @@
-"""Writes the precision graph as one HTML file that opens from disk: no network, no dependencies, no build step.
+"""Writes precision graphs as one HTML file that opens from disk: no network, no dependencies, no build step.
 
-The drawings are in the page as SVG and sections fold natively, so it reads and prints without JavaScript; the script
-adds selection, search and jumps.  Data are columns of indices into one table of strings.  Every text is escaped for
-where it stands; names come from models and may hold anything.
+All drawings are made in Python (`scene`, `layered`, `svg`) and are in the page as SVG; sections fold natively, so the
+page reads and prints without JavaScript.  The scripts of `page/` add selection, search, filters, zoom and jumps.
+Every text is escaped for where it stands; names come from models and may hold anything.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from jetgraph.graph import PrecisionGraph
+from jetgraph.viz.apart import why_apart
 from jetgraph.viz.differences import Difference
-from jetgraph.viz.layers import Block
-from jetgraph.viz.legend import legend
+from jetgraph.viz.kept import in_words, kept
+from jetgraph.viz.legend import CLASS_NAMES, format_class, legend, precisions
+from jetgraph.viz.page_data import page_data
 from jetgraph.viz.scene import BACKWARD, FORWARD, Scene, scenes
-from jetgraph.viz.study import Section, Side, Study, study
+from jetgraph.viz.study import NAMES, Section, Study, study
 from jetgraph.viz.svg import css, draw, strip, times
 
-VIEWS = (FORWARD, BACKWARD)
+VIEWS = ((FORWARD, False), (BACKWARD, False), (FORWARD, True), (BACKWARD, True))
+"""The drawings of a section: a phase, and whether every op is a box of its own.  The scripts count on this order."""
+SCRIPTS = ("model", "stage", "selection", "panel", "filters", "search", "main")
+Views = list[tuple[Scene, ...]]
 
 
 def write_html(
@@ -32,15 +39,19 @@ def write_html(
     differences: Iterable[Difference] = (),
     title: str = "",
     verdict: str = "",
+    names: tuple[str, str] = NAMES,
 ) -> Path:
-    """One self-contained page of one graph, or of training and rollout side by side.
+    """One self-contained page of one graph, or of any two side by side.
 
     ``differences`` are listed and marked; ``verdict`` (such as ``CONTAINED``) is printed in the head as given, never
-    derived here.
+    derived here; ``names`` are what the two sides are called.  The folder is made if there is none.
+
+    Raises:
+        ValueError: both names are the same.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_html(train, infer, differences, title, verdict), encoding="utf-8")
+    path.write_text(render_html(train, infer, differences, title, verdict, names), encoding="utf-8")
     return path
 
 
@@ -50,23 +61,32 @@ def render_html(
     differences: Iterable[Difference] = (),
     title: str = "",
     verdict: str = "",
+    names: tuple[str, str] = NAMES,
 ) -> str:
     """The text of the page (see `write_html`)."""
-    known = study(train, infer, differences)
-    drawn = [{view: scenes(known, section.first, view) for view in VIEWS} for section in known.sections]
-    backward = any(scene.items for views in drawn for scene in views[BACKWARD])
+    known = study(train, infer, differences, names)
+    drawn = [[scenes(known, section.first, *view) for view in VIEWS] for section in known.sections]
+    backward = any(scene.items for views in drawn for scene in views[1])
     title = title or f"Precision flow of {train.meta.get('model', train.name)}"
-    return Template(css("page.html")).substitute(
+    return Template(page_file("page.html")).substitute(
         title=escape(title),
-        css=css("scene.css") + css("page.css"),
-        body_class="" if backward else ' class="single-phase"',
+        css=css("scene.css") + page_file("page.css"),
+        body_class=" ".join(["pair"] * (len(known.sides) > 1) + ["single-phase"] * (not backward)),
         facts=_facts(known, verdict),
-        sections="\n".join(_section(known, k, drawn[k]) for k in range(len(known.sections))),
+        formats=_format_chips(known),
+        roles=_role_chips(known),
+        sections="\n".join(map(partial(_section, known), range(len(drawn)), drawn)),
+        templates="\n".join(map(partial(_templates, known), range(len(drawn)), drawn)),
         differences=_differences(known),
-        legend=legend(len(known.sides) > 1),
-        data=for_script(_data(known, drawn)),
-        js=css("page.js"),
+        legend=legend(known),
+        about=_about(known),
+        data=for_script(page_data(known, drawn)),
+        js="\n".join(page_file(f"{name}.js") for name in SCRIPTS),
     )
+
+
+def page_file(name: str) -> str:
+    return (files("jetgraph.viz") / "page" / name).read_text(encoding="utf-8")
 
 
 def for_script(value: Any) -> str:
@@ -81,64 +101,128 @@ def for_script(value: Any) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------------------ markup
+# -------------------------------------------------------------------------------------------------------------- head
 
 
 def _facts(known: Study, verdict: str) -> str:
     words = []
     if verdict:
-        words.append(f'<span class="{"good" if verdict.startswith("CONTAINED") else "bad"}">{escape(verdict)}</span>')
+        words.append(f'<b class="{"good" if verdict.startswith("CONTAINED") else "bad"}">{escape(verdict)}</b>')
     for side in known.sides:
         policy = side.graph.meta.get("policy")
         name = f"{side.name} ({policy})" if policy else side.name
         words.append(escape(f"{name}: {len(side.graph.nodes):,} nodes, {side.graph.num_edges:,} edges"))
     if known.matching is not None:
-        words.append(f"{len(known.matching.equal):,} rollout nodes equal to training's")
-    return " · ".join(words)
+        left, right = (side.name for side in known.sides)
+        words.append(escape(f"{len(known.matching.equal):,} nodes of {right} equal to nodes of {left}"))
+    return " · ".join(f"<span>{word}</span>" for word in words)
 
 
-def _section(known: Study, k: int, views: dict[str, tuple[Scene, ...]]) -> str:
+def _format_chips(known: Study) -> str:
+    chip = '<button type="button" class="filter {0}" data-format="{0}" aria-pressed="false">{1}</button>'
+    found = dict.fromkeys(map(format_class, precisions(known)))
+    return "".join(chip.format(cls, CLASS_NAMES[cls]) for cls in found)
+
+
+def _role_chips(known: Study) -> str:
+    present = {node.role.value for side in known.sides for node in side.graph.nodes}
+    return "".join(
+        f'<button type="button" class="filter" data-role="{role}" aria-pressed="false">{role}</button>'
+        for role in ("FPROP", "DGRAD", "WGRAD")
+        if role in present
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- sections
+
+
+def _section(known: Study, k: int, views: Views) -> str:
     section = known.sections[k]
-    counts = " · ".join(
-        f"{side.name} {len(side.blocks[section.first].nodes):,}" for side in known.sides if section.first in side.blocks
-    )
-    marked = sum(
-        n in known.marked[side.name]
-        for side in known.sides
-        if section.first in side.blocks
-        for n in side.blocks[section.first].nodes
-    )
+    marked = sum(n in known.marked[side.name] for side, block in _blocks(known, section) for n in block.nodes)
     parts = [f"<b>{escape(section.title)}</b>"]
     if times(section):
         parts.append(f'<span class="times">{times(section)}</span>')
     if marked:
         parts.append(f'<span class="bad">≠ {marked} node{"s"[: marked > 1]} differ{"s"[marked > 1 :]}</span>')
-    parts.append(f'<span class="note">{counts} nodes</span>')
-    pick = '<label class="pick">panel shows <select></select></label>' if len(section.places) > 1 else ""
+    if why := why_apart(known, section):
+        parts.append(f'<span class="apart">apart: {escape(why)}</span>')
+    parts.append(f'<span class="note">{escape(_note(known, section))}</span>')
+    backward = strip(known, section, BACKWARD)
     stacked = " stacked" if len(section.places) > 1 else ""
     return (
-        f'<details class="section{stacked}"><summary><div class="title">{"".join(parts)}</div>{strip(known, section)}'
-        f'</summary><div class="body">{pick}{_panes(known, k, views)}</div></details>'
+        f'<details class="section{stacked}"><summary><div class="title">{"".join(parts)}</div>'
+        f'<div class="strip">{strip(known, section)}</div>'
+        + (f'<div class="strip of-backward">{backward}</div>' if backward else "")
+        + f'</summary><div class="body">{_bar(section)}'
+        + "".join(_stage(known, k, v, views[v]) for v in (0, 1))
+        + "</div></details>"
     )
 
 
-def _panes(known: Study, k: int, views: dict[str, tuple[Scene, ...]]) -> str:
-    forward = "".join(
-        _pane(known, views[FORWARD], k, 0, s) for s in range(len(known.sides)) if any(v.items for v in views[FORWARD])
+def _blocks(known: Study, section: Section):
+    return [(s, s.blocks[section.first]) for s in known.sides if section.first in s.blocks]
+
+
+def _note(known: Study, section: Section) -> str:
+    """How many nodes, and what a layer keeps for backward."""
+    counts = [f"{side.name} {len(block.nodes):,}" for side, block in _blocks(known, section)]
+    words = [" · ".join(counts) + " nodes" + (" each" if len(section.places) > 1 else "")]
+    for side, block in _blocks(known, section):
+        sizes = kept(side.graph)
+        per_token = sum(sizes[n][0] for n in block.nodes if n in sizes and sizes[n][1])
+        if per_token:
+            whose = f"{side.name} " if len(known.sides) > 1 else ""
+            words.append(f"{whose}keeps {in_words(per_token, True)}")
+    return " · ".join(words)
+
+
+def _bar(section: Section) -> str:
+    pick = '<label class="pick">names are of <select></select></label>' if len(section.places) > 1 else ""
+    return (
+        f'<div class="bar">{pick}<span class="hint">drag to pan, Ctrl and wheel to zoom</span>'
+        '<button type="button" data-zoom="-1" title="smaller ( - )" aria-label="smaller">−</button>'
+        '<output class="scale">100%</output>'
+        '<button type="button" data-zoom="1" title="larger ( + )" aria-label="larger">+</button>'
+        '<button type="button" data-zoom="0" title="fit the width ( 0 )">Fit</button>'
+        '<button type="button" data-focus title="this section alone ( f )">Focus</button></div>'
     )
-    pair = " pair" if len(known.sides) > 1 else ""
-    backward = _pane(known, views[BACKWARD], k, 1, 0) if views[BACKWARD][0].items else ""
-    return f'<div class="panes{pair}">{forward}</div>' + (f'<div class="back">{backward}</div>' if backward else "")
 
 
-def _pane(known: Study, drawn: tuple[Scene, ...], section: int, view: int, side: int) -> str:
-    scene, offset = drawn[0], 0
-    if len(drawn) > 1 and side == 1:
-        scene, offset = drawn[1], len(drawn[0].items)
-    name = known.sides[side].name
-    caption = f"<figcaption>{name} <span>· {VIEWS[view]}</span></figcaption>"
-    picture = draw(known, scene, side, offset)
-    return f'<figure class="pane" data-pane="{section}.{view}.{side}">{caption}{picture}</figure>'
+def _stage(known: Study, k: int, view: int, drawn: tuple[Scene, ...]) -> str:
+    """The panes of one phase: every side that has something there."""
+    sides = [s for s in range(len(known.sides)) if any(item.boxes[s] for scene in drawn for item in scene.items)]
+    if view == 0 and any(scene.items for scene in drawn):
+        sides = list(range(len(known.sides)))
+    panes = "".join(_pane(known, k, view, s, drawn) for s in sides)
+    return f'<div class="stage of-{VIEWS[view][0]}" data-stage="{k}.{view}">{panes}</div>' if panes else ""
+
+
+def _pane(known: Study, k: int, view: int, side: int, drawn: tuple[Scene, ...]) -> str:
+    name, phase = escape(known.sides[side].name), VIEWS[view][0]
+    label = escape(f"{known.sides[side].name}, {known.sections[k].title}, {phase}", quote=True)
+    return (
+        f'<figure class="pane" data-pane="{k}.{view}.{side}"><figcaption>{name} <span>· {phase}</span></figcaption>'
+        f'<div class="viewport" tabindex="0" role="group" aria-label="{label}"><div class="clip">'
+        f'<div class="sheet">{_picture(known, side, drawn)}</div></div></div></figure>'
+    )
+
+
+def _picture(known: Study, side: int, drawn: tuple[Scene, ...]) -> str:
+    *before, scene = drawn if side else drawn[:1]
+    return draw(known, scene, side, sum(len(s.items) for s in before), sum(len(s.wires) for s in before))
+
+
+def _templates(known: Study, k: int, views: Views) -> str:
+    """The drawings with every op, inert until they are asked for."""
+    return "".join(
+        f'<template data-picture="{k}.{v}.{s}">{_picture(known, s, views[v])}</template>'
+        for v in (2, 3)
+        for s in range(len(known.sides))
+        if any(scene.items for scene in views[v])
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- aside
 
 
 def _differences(known: Study) -> str:
@@ -152,80 +236,34 @@ def _differences(known: Study) -> str:
             f'<li><button type="button" data-difference="{k}"><span class="rule">{escape(d.rule)}{count}</span> '
             f'<span class="where">{escape(d.where)}</span><span class="text">{escape(d.text)}</span></button></li>'
         )
-    head = f"{total} difference{'s'[: total > 1]} in {len(items)} line{'s'[: len(items) > 1]}"
-    return f'<section class="panel" id="differences"><h2>≠ {head}</h2><ol>{"".join(items)}</ol></section>'
+    head = f"{total:,} difference{'s'[: total > 1]} in {len(items):,} line{'s'[: len(items) > 1]}"
+    return (
+        f'<section class="panel" id="differences"><h2>≠ {head}<span class="walk">'
+        '<button type="button" id="previous" title="previous line ( p )" aria-label="previous">‹</button>'
+        '<output id="counter"></output>'
+        '<button type="button" id="next" title="next line ( n )" aria-label="next">›</button></span></h2>'
+        f"<ol>{''.join(items)}</ol></section>"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- data
-
-
-class _Strings:
-    """One table of distinct strings; columns hold indices."""
-
-    def __init__(self) -> None:
-        self.index: dict[str, int] = {"": 0}
-
-    def __call__(self, text: str) -> int:
-        return self.index.setdefault(text, len(self.index))
-
-
-def _data(known: Study, drawn: list[dict[str, tuple[Scene, ...]]]) -> dict[str, Any]:
-    strings = _Strings()
-    return {
-        "sides": [_columns(known, side, strings) for side in known.sides],
-        "sections": [_layout(known, section, drawn[k]) for k, section in enumerate(known.sections)],
-        "views": VIEWS,
-        "differences": [[[d.train, d.infer] for d in group.members] for group in known.differences],
-        "marked": [sorted(known.marked[side.name]) for side in known.sides],
-        "strings": list(strings.index),
-    }
-
-
-def _columns(known: Study, side: Side, strings: _Strings) -> dict[str, Any]:
-    nodes = side.graph.nodes
-    status = "".join((known.status(side.name, i) or "-")[0] for i in range(len(nodes))) if known.infer else ""
-    return {
-        "name": side.name,
-        "op": [strings(n.op) for n in nodes],
-        "ins": [list(n.inputs) for n in nodes],
-        "attrs": [strings(" ".join(f"{k}={v}" for k, v in n.attrs if k != "name")) for n in nodes],
-        "type": [strings(str(n.type)) for n in nodes],
-        "fqn": [strings(n.fqn) for n in nodes],
-        "path": [strings(str(dict(n.attrs).get("name", ""))) for n in nodes],
-        "role": [strings(n.role.value) for n in nodes],
-        "kernel": [strings(n.kernel) for n in nodes],
-        "source": [strings(n.source) for n in nodes],
-        "reason": [strings(n.reason) for n in nodes],
-        "status": status,
-        "outputs": [[index, name] for name, index in side.graph.outputs.items()],
-    }
-
-
-def _layout(known: Study, section: Section, views: dict[str, tuple[Scene, ...]]) -> dict[str, Any]:
-    """Boxes by ordinals in the first layer's numbering, and the numbering of every layer of the section."""
-    of_first = [side.blocks.get(section.first) for side in known.sides]
-    ordinal = [{n: k for k, n in enumerate(block.numbering)} if block else {} for block in of_first]
-    items = [
-        [[_box(box, ordinal, s) for s, box in enumerate(item.boxes)] for scene in views[v] for item in scene.items]
-        for v in VIEWS
-    ]
-    instances = [
-        {"layer": place, "nodes": [_numbering(side.blocks.get(place)) for side in known.sides]}
-        for place in section.places
-    ]
-    owned = [len(block.nodes) if block else 0 for block in of_first]
-    return {"instances": instances, "owned": owned, "views": items}
-
-
-def _box(box, ordinal, side: int):
-    if box is None:
-        return 0
-    return {
-        "title": box.title,
-        "own": box.kind not in ("port", "exit"),
-        "ordinals": [ordinal[side][n] for n in box.nodes],
-    }
-
-
-def _numbering(block: Block | None) -> list[int]:
-    return list(block.numbering) if block else []
+def _about(known: Study) -> str:
+    """Where each graph comes from, as its file says."""
+    parts = []
+    for side in known.sides:
+        meta, rows = side.graph.meta, []
+        for key in ("model", "policy", "provider", "device", "compiler"):
+            if meta.get(key):
+                rows.append((key, str(meta[key])))
+        versions = meta.get("versions")
+        if isinstance(versions, dict):
+            rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+        replay = meta.get("replay")
+        if isinstance(replay, dict) and isinstance(replay.get("cases"), list):
+            outcome = "passed" if replay.get("passed") else "failed"
+            rows.append(("replay", f"{outcome}, {len(replay['cases'])} cases"))
+        if meta.get("unknown"):
+            rows.append(("unknown", ", ".join(map(str, meta["unknown"]))))
+        rows.append(("digest", side.graph.semantic_digest))
+        cells = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in rows)
+        parts.append(f"<h3>{escape(side.name)}</h3><dl>{cells}</dl>")
+    return "".join(parts)

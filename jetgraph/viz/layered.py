@@ -5,15 +5,22 @@ Knows nothing of precision: sizes and edges in, positions and polylines out.  Te
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 GAP_X, GAP_Y, LANE = 16.0, 32.0, 10.0
 """Space between boxes of a rank, between ranks (an edge's label fits in), and the width of a passing edge."""
-SWEEPS = 16
-MAX_MOVES, STILL = 100, 0.4
+SWEEPS, PATIENCE = 16, 4
+"""Sweeps from each start, and how many of them may bring no improvement."""
+MAX_MOVES, STILL = 60, 0.4
 """Rounds of placing, and the largest movement (in pixels) that counts as none."""
+IN_FULL = 3000
+"""Pieces of edges between two ranks up to which all those rounds are made; a larger graph gets fewer in proportion, so
+that time grows with size alone."""
+UNTIED = 0.1
+"""How much a node without neighbours resists being moved."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,10 @@ def _ranks(count: int, edges: Sequence[tuple[int, int]], loose: Collection[int])
     return [rank - lowest for rank in ranks]
 
 
+def _rounds(most: int, num_links: int) -> int:
+    return max(2, most * min(IN_FULL, num_links) // num_links) if num_links else most
+
+
 def _order(level: Sequence[int], links: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Rows of nodes, left to right, by barycentres swept down and up; the best of all sweeps and starts is kept."""
     up: dict[int, list[int]] = defaultdict(list)
@@ -96,10 +107,15 @@ def _order(level: Sequence[int], links: Sequence[tuple[int, int]]) -> list[list[
         rows: list[list[int]] = [[] for _ in range(max(level) + 1)]
         for node in start:
             rows[level[node]].append(node)
-        for sweep in range(SWEEPS):
+        idle, least = 0, -1
+        for sweep in range(_rounds(SWEEPS, len(links))):
             crossings = _crossings(rows, down)
             if fewest < 0 or crossings < fewest:
                 best, fewest = [list(row) for row in rows], crossings
+            idle = 0 if least < 0 or crossings < least else idle + 1
+            least = crossings if least < 0 else min(least, crossings)
+            if not crossings or idle == PATIENCE:
+                break
             _sweep(rows, up if sweep % 2 == 0 else down, downwards=sweep % 2 == 0)
             _swap_neighbours(rows, up, down)
     return best
@@ -142,8 +158,12 @@ def _crossings(rows: list[list[int]], down) -> int:
     total = 0
     at = {n: i for row in rows for i, n in enumerate(row)}
     for row in rows:
-        ends = [at[m] for n in row for m in sorted(down[n], key=at.__getitem__)]
-        total += sum(a > b for i, a in enumerate(ends) for b in ends[i + 1 :])
+        seen: list[int] = []
+        for n in row:
+            ends = sorted(at[m] for m in down[n])
+            total += sum(len(seen) - bisect_right(seen, end) for end in ends)
+            for end in ends:
+                insort(seen, end)
     return total
 
 
@@ -156,17 +176,23 @@ def _place(rows: list[list[int]], links, widths: Sequence[float], real: int) -> 
         near[u].append((v, weight))
         near[v].append((u, weight))
     xs = [0.0] * len(widths)
+    mass = [sum(w for _, w in near[n]) for n in range(len(widths))]
+    offsets = [0.0] * len(widths)
     for row in rows:
-        x = 0.0
+        for left, n in zip(row, row[1:], strict=False):
+            offsets[n] = offsets[left] + (widths[left] + widths[n]) / 2 + GAP_X
         for n in row:
-            xs[n] = x + widths[n] / 2
-            x += widths[n] + GAP_X
-    for sweep in range(MAX_MOVES):
+            xs[n] = offsets[n] + widths[row[0]] / 2
+    for sweep in range(_rounds(MAX_MOVES, len(links))):
         moved = 0.0
         for row in rows if sweep % 2 == 0 else reversed(rows):
-            wanted = [_mean(near[n], xs, xs[n]) for n in row]
-            mass = [sum(w for _, w in near[n]) or 0.1 for n in row]
-            for n, x in zip(row, _separate(row, wanted, mass, widths), strict=True):
+            wanted = []
+            for n in row:
+                total = 0.0
+                for m, w in near[n]:
+                    total += xs[m] * w
+                wanted.append(total / mass[n] if mass[n] else xs[n])
+            for n, x in zip(row, _separate(row, wanted, mass, offsets), strict=True):
                 moved = max(moved, abs(x - xs[n]))
                 xs[n] = x
         if moved < STILL:
@@ -175,45 +201,44 @@ def _place(rows: list[list[int]], links, widths: Sequence[float], real: int) -> 
 
 
 def _straighten(chains: Sequence[Sequence[int]], rows, xs: list[float], widths: Sequence[float]) -> None:
-    """Moves a long edge to one x where the boxes beside it leave room all the way."""
+    """Moves a long edge to as few x as the boxes beside it allow."""
     beside = {}
     for row in rows:
         for left, n, right in zip([None, *row], row, [*row[1:], None], strict=False):
             beside[n] = (left, right)
+
+    def room(n: int) -> tuple[float, float]:
+        left, right = beside[n]
+        low = float("-inf") if left is None else xs[left] + (widths[left] + widths[n]) / 2 + GAP_X / 2
+        high = float("inf") if right is None else xs[right] - (widths[right] + widths[n]) / 2 - GAP_X / 2
+        return low, high
+
     for chain in chains:
-        if len(chain) < 2:
-            continue
+        run: list[int] = []
         low, high = float("-inf"), float("inf")
-        for n in chain:
-            left, right = beside[n]
-            if left is not None:
-                low = max(low, xs[left] + (widths[left] + widths[n]) / 2 + GAP_X / 2)
-            if right is not None:
-                high = min(high, xs[right] - (widths[right] + widths[n]) / 2 - GAP_X / 2)
-        if low <= high:
-            middle = sum(xs[n] for n in chain) / len(chain)
-            for n in chain:
-                xs[n] = min(max(middle, low), high)
+        for n in [*chain, None]:
+            below, above = (float("inf"), float("-inf")) if n is None else room(n)
+            if run and max(low, below) > min(high, above):
+                middle = sum(xs[m] for m in run) / len(run)
+                for m in run:
+                    xs[m] = min(max(middle, low), high)
+                run, low, high = [], float("-inf"), float("inf")
+            if n is not None:
+                run.append(n)
+                low, high = max(low, below), min(high, above)
 
 
-def _mean(near: Sequence[tuple[int, float]], xs: Sequence[float], default: float) -> float:
-    total = sum(w for _, w in near)
-    return sum(xs[m] * w for m, w in near) / total if total else default
-
-
-def _separate(row: Sequence[int], wanted: Sequence[float], mass: Sequence[float], widths) -> list[float]:
+def _separate(
+    row: Sequence[int], wanted: Sequence[float], mass: Sequence[float], offsets: Sequence[float]
+) -> list[float]:
     """Least-squares positions that keep order and distance (pooling adjacent violators)."""
-    offsets, offset = [], 0.0
-    for i, n in enumerate(row):
-        if i:
-            offset += (widths[row[i - 1]] + widths[n]) / 2 + GAP_X
-        offsets.append(offset)
-    pools: list[list[float]] = []
-    for x, o, m in zip(wanted, offsets, mass, strict=True):
-        pools.append([x - o, m, 1])
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            x2, m2, c2 = pools.pop()
+    pools: list[tuple[float, float, int]] = []
+    for n, x in zip(row, wanted, strict=True):
+        pool = x - offsets[n], mass[n] or UNTIED, 1
+        while pools and pools[-1][0] > pool[0]:
             x1, m1, c1 = pools.pop()
-            pools.append([(x1 * m1 + x2 * m2) / (m1 + m2), m1 + m2, c1 + c2])
-    flat = [x for x, _, c in pools for _ in range(int(c))]
-    return [x + o for x, o in zip(flat, offsets, strict=True)]
+            x2, m2, c2 = pool
+            pool = (x1 * m1 + x2 * m2) / (m1 + m2), m1 + m2, c1 + c2
+        pools.append(pool)
+    flat = [x for x, _, count in pools for _ in range(count)]
+    return [x + offsets[n] for n, x in zip(row, flat, strict=True)]

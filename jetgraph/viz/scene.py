@@ -6,8 +6,9 @@ What only one side has leaves a ghost on the other: a missing quantisation is se
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heappop, heappush
 
 from jetgraph.viz.condense import FLOWS, Box, Condensed, condense, port_titles
@@ -19,7 +20,9 @@ FORWARD, BACKWARD = "forward", "backward"
 TITLE, SMALL = 6.4, 5.75
 """Width of a character of a title and of a label, on the wide side: no font is measured here."""
 TALL, LOW = 36.0, 21.0
-LOW_KINDS = frozenset({"round", "port", "exit", "weight", "input"})
+LOW_KINDS = frozenset({"round", "op", "port", "exit", "weight", "input"})
+_layout = lru_cache(maxsize=64)(layout)
+"""Sections that are apart for what is drawn elsewhere (the first and the last layer) often have one drawing."""
 LONG_RANKS = 3
 """A wire that passes more ranks than this names its λ again where it arrives."""
 
@@ -56,11 +59,17 @@ class Scene:
     wires: tuple[Wire, ...]
 
 
-def scenes(study: Study, place: Place, view: str = FORWARD) -> tuple[Scene, ...]:
-    """The drawing of a section: one scene for both sides, or (if their orders contradict each other) one per side."""
-    sides = study.sides if view == FORWARD else (study.train,)
-    parts = [_condensed(side, place, view) for side in sides]
-    if len(parts) == 1:
+def scenes(study: Study, place: Place, view: str = FORWARD, every_op: bool = False) -> tuple[Scene, ...]:
+    """The drawing of a section: one scene for both sides, or (if their orders contradict each other) one per side.
+
+    ``every_op`` draws one box a node; otherwise runs of pointwise ops are one box.
+    """
+    return arrange(study, [_condensed(side, place, view, every_op) for side in study.sides], view)
+
+
+def arrange(study: Study, parts: Sequence[Condensed], view: str = FORWARD) -> tuple[Scene, ...]:
+    """The boxes of one side or of both (in the order of the study's sides), laid out as `scenes` says."""
+    if len(parts) == 1 or not parts[1].boxes:
         return (_arrange(view, _alone(parts[0], 0), [parts[0], Condensed()], study),)
     joined = _topological(_pair(study, *parts), parts)
     if joined is not None:
@@ -76,7 +85,7 @@ def _alone(part: Condensed, side: int) -> list[tuple[int | None, int | None]]:
     return order
 
 
-def _condensed(side: Side, place: Place, view: str) -> Condensed:
+def _condensed(side: Side, place: Place, view: str, every_op: bool) -> Condensed:
     block = side.blocks.get(place)
     if block is None:
         return Condensed()
@@ -94,7 +103,7 @@ def _condensed(side: Side, place: Place, view: str) -> Condensed:
         if index in inside:
             exits[index] = f"output {relative(name)}" if view == FORWARD else _gradient(name)
     titles = port_titles(side.graph, place, side.placed, side.paths, side.forward)
-    return condense(side.graph, members, side.paths, titles, exits)
+    return condense(side.graph, members, side.paths, titles, exits, every_op)
 
 
 def _gradient(name: str) -> str:
@@ -165,7 +174,7 @@ def _arrange(view: str, pairs, parts: Sequence[Condensed], study: Study) -> Scen
     boxes = [[parts[s].boxes[pair[s]] for s in (0, 1) if pair[s] is not None] for pair in pairs]
     sizes = [(max(sum(labels[k]), *map(_width, both)), max(map(_height, both))) for k, both in enumerate(boxes)]
     loose = {k for k, both in enumerate(boxes) if all(map(_loose, both))}
-    drawing = layout(sizes, [(u, v) for u, v, _ in wires], loose)
+    drawing = _layout(tuple(sizes), tuple((u, v) for u, v, _ in wires), frozenset(loose))
     items = tuple(
         Item((_at(parts, 0, a), _at(parts, 1, b)), x - w / 2, y, w, h)
         for (a, b), (x, y), (w, h) in zip(pairs, drawing.boxes, sizes, strict=True)
@@ -212,7 +221,7 @@ def _outlets(where, parts, study: Study):
                 slot = len(there) - 1
             there[slot][s] = value
             wires.setdefault((where[s][u], where[s][v], slot), set()).add(s)
-    return outlets, wires
+    return outlets, dict(sorted(wires.items()))
 
 
 def _route(items, wires, outlets, labels, routes) -> tuple[Wire, ...]:
@@ -235,27 +244,61 @@ def _route(items, wires, outlets, labels, routes) -> tuple[Wire, ...]:
         step = min(26.0, items[v].width * 0.7 / len(group))
         for k, (_, w) in enumerate(sorted(group)):
             ends[w] = centre[v] + (k - (len(group) - 1) / 2) * step
-    drawn: list[Wire] = []
+    marks: list[list[tuple[float, float, str]]] = []
     labelled: set[tuple[int, int, int]] = set()
-    for w, ((u, v, slot), having) in enumerate(wires.items()):
+    taken = [(item.x, item.y, item.x + item.width, item.y + item.height) for item in items]
+    for (u, _, slot), having in wires.items():
         start = (starts[u, slot], items[u].y + items[u].height)
-        through = [point for x, top, bottom in routes[w] for point in ((x, top), (x, bottom))]
         turns = [x - start[0] for x in heading[u, slot]]
         fresh = {(u, slot, s) for s in having} - labelled
-        marks = [_beside(start, turns, len(outlets[u]) == 1)] if fresh else []
+        places = _beside(start, turns, len(outlets[u]) == 1)
+        marks.append([_free(places, labels[u][slot] - 12, taken) or places[0]] if fresh else [])
+        taken += [_extent(mark, labels[u][slot] - 12) for mark in marks[-1]]
         labelled |= fresh
-        if len(routes[w]) > LONG_RANKS:
-            marks.append((routes[w][-1][0] - 4, routes[w][-1][2] - 2, "end"))
+    drawn: list[Wire] = []
+    for w, ((u, v, slot), having) in enumerate(wires.items()):
+        if len(routes[w]) > LONG_RANKS and (mark := _free(_along(routes[w]), labels[u][slot] - 12, taken)):
+            marks[w].append(mark)
+            taken.append(_extent(mark, labels[u][slot] - 12))
+        start = (starts[u, slot], items[u].y + items[u].height)
+        through = [point for x, top, bottom in routes[w] for point in ((x, top), (x, bottom))]
         train, infer = outlets[u][slot]
         values = (train if 0 in having else None, infer if 1 in having else None)
-        drawn.append(Wire(u, v, values, (start, *through, (ends[w], items[v].y)), tuple(marks)))
+        drawn.append(Wire(u, v, values, (start, *through, (ends[w], items[v].y)), tuple(marks[w])))
     return tuple(drawn)
 
 
-def _beside(start: tuple[float, float], turns: Sequence[float], alone: bool) -> tuple[float, float, str]:
-    if alone and min(turns) >= -2 and max(turns) > 12:
-        return (start[0] - 4, start[1] + 11, "end")
-    return (start[0] + 4, start[1] + 11, "start")
+def _extent(mark: tuple[float, float, str], width: float) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a label."""
+    x, y, anchor = mark
+    left = x if anchor == "start" else x - width
+    return left, y - 9, left + width, y + 3
+
+
+def _free(
+    places: Iterable[tuple[float, float, str]], width: float, taken: Sequence[tuple[float, float, float, float]]
+) -> tuple[float, float, str] | None:
+    """The first place where a label covers nothing."""
+    for mark in places:
+        left, top, right, low = _extent(mark, width)
+        if not any(a < right and left < c and b < low and top < d for a, b, c, d in taken):
+            return mark
+    return None
+
+
+def _along(route: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, str]]:
+    """Places of a long wire's second label, nearest to where it arrives first."""
+    return [mark for x, _, y in reversed(route) for mark in ((x - 4, y - 2, "end"), (x + 4, y - 2, "start"))]
+
+
+def _beside(start: tuple[float, float], turns: Sequence[float], alone: bool) -> list[tuple[float, float, str]]:
+    """Places of a label where a wire starts: first the side to which fewer of the wires turn, then lower."""
+    x, y = start
+    right, left = sum(turn > 12 for turn in turns), sum(turn < -12 for turn in turns)
+    sides = [(x + 4, "start"), (x - 4, "end")]
+    if alone and right > left:
+        sides.reverse()
+    return [(at, y + down, anchor) for down in (11, 17, 23) for at, anchor in sides[: 1 + alone]]
 
 
 def _widest_label(graphs, values: Sequence[int | None]) -> float:

@@ -19,6 +19,9 @@ from jetgraph.viz.matching import Matching, match
 _LAYER_IN_TEXT = re.compile(r"(?<=[A-Za-z_]\.)\d+(?=\.[A-Za-z_])")
 
 
+NAMES = ("train", "infer")
+
+
 @dataclass(frozen=True)
 class Side:
     """One graph, cut up: ``paths`` and ``placed`` per node."""
@@ -61,7 +64,7 @@ class Study:
     sections: tuple[Section, ...]
     differences: tuple[FoldedDifference, ...]
     marked: dict[str, frozenset[int]]
-    """per side the nodes at which a difference is"""
+    """per side's name the nodes at which a difference is"""
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -69,26 +72,38 @@ class Study:
 
     def status(self, side: str, index: int) -> str:
         """equal, partner (same op, but something before it differs) or alone; "" without a second graph."""
-        if self.matching is None:
+        if self.matching is None or self.infer is None:
             return ""
-        if self.matching.is_equal(side, index):
+        right = side == self.infer.name
+        if self.matching.is_equal("infer" if right else "train", index):
             return "equal"
-        partner = (self.matching.train_of if side == "infer" else self.matching.infer_of)[index]
+        partner = (self.matching.train_of if right else self.matching.infer_of)[index]
         return "alone" if partner is None else "partner"
 
 
-def study(train: PrecisionGraph, infer: PrecisionGraph | None = None, differences: Iterable[Difference] = ()) -> Study:
-    """Everything known about one graph or two."""
+def study(
+    train: PrecisionGraph,
+    infer: PrecisionGraph | None = None,
+    differences: Iterable[Difference] = (),
+    names: tuple[str, str] = NAMES,
+) -> Study:
+    """Everything known about one graph or two; ``names`` are what people call the left and the right one.
+
+    Raises:
+        ValueError: both sides have the same name.
+    """
+    if names[0] == names[1]:
+        raise ValueError(f"both sides are named {names[0]!r}: give two names that tell the graphs apart")
     differences = tuple(differences)
-    left = _side("train", train, [path_of(train, i) for i in range(len(train.nodes))])
+    left = _side(names[0], train, [path_of(train, i) for i in range(len(train.nodes))])
     right, matching = None, None
     if infer is not None:
         matching = match(train, infer)
         paths = [path_of(infer, i) if p is None else left.paths[p] for i, p in enumerate(matching.train_of)]
-        right = _side("infer", infer, paths)
+        right = _side(names[1], infer, paths)
     marked = {
-        "train": frozenset(d.train for d in differences if d.train is not None),
-        "infer": frozenset(d.infer for d in differences if d.infer is not None),
+        names[0]: frozenset(d.train for d in differences if d.train is not None),
+        names[1]: frozenset(d.infer for d in differences if d.infer is not None),
     }
     draft = Study(left, right, matching, (), _fold_differences(differences, left, right), marked)
     return Study(left, right, matching, _sections(draft), draft.differences, marked)

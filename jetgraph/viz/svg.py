@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
-from jetgraph.graph import PrecisionGraph
+from jetgraph.graph import PrecisionGraph, Role
 from jetgraph.precision import Precision
 from jetgraph.viz.condense import leaf
 from jetgraph.viz.differences import Difference
-from jetgraph.viz.linears import key_ops
-from jetgraph.viz.scene import FORWARD, LOW_KINDS, Item, Scene, Wire, scenes
+from jetgraph.viz.legend import flag_at, format_class
+from jetgraph.viz.linears import gemms, key_ops
+from jetgraph.viz.scene import BACKWARD, FORWARD, LOW_KINDS, Item, Scene, Wire, scenes
 from jetgraph.viz.study import Section, Side, Study, study
 
-_FORMAT = {"bf16": "bf16", "f32": "f32", "f64": "f32", "f8e4m3": "f8"}
 MARGIN = 14.0
 KEY_WIDTH, KEY_HEIGHT, KEY_GAP = 122.0, 62.0, 8.0
 LETTER = 22.0
-SIDE_LABEL = 42.0
+SIDE_LABEL, LABEL_CHARACTER, TITLE_CHARACTER, CAPITAL = 42.0, 6.3, 8.6, 8.2
+"""Width of a row's label at least, of one of its characters, and of one of a title's."""
+_LETTERS = {"attention": ("qkv", ""), "embed": ("W", ""), "DGRAD": ("dy", "W"), "WGRAD": ("dy", "x")}
+"""What the operands of an op are called."""
 
 
 def css(name: str) -> str:
@@ -38,17 +42,15 @@ def resolved_css() -> str:
     return re.sub(r"var\(--([\w-]+)\)", lambda m: values[m[1]], rest).strip()
 
 
-def format_class(precision: Precision) -> str:
-    return _FORMAT.get(precision.format.value, "int")
-
-
 # --------------------------------------------------------------------------------------------------------- one scene
 
 
-def draw(study: Study, scene: Scene, side: int, offset: int = 0) -> str:
-    """One side of a scene as an ``<svg>`` element; a box's ``data-box`` is its item's number plus ``offset``."""
-    body = [_wire(study, scene, wire, side) for wire in scene.wires]
-    body += [_item(study, item, side, str(offset + k)) for k, item in enumerate(scene.items)]
+def draw(study: Study, scene: Scene, side: int, first_item: int = 0, first_wire: int = 0) -> str:
+    """One side of a scene as an ``<svg>`` element; ``data-box`` and ``data-wire`` are the numbers of an item and a wire
+    in the scene, counted from ``first_item`` and ``first_wire``."""
+    wires = [_wire(study, scene, wire, side, first_wire + k) for k, wire in enumerate(scene.wires)]
+    body = [line for line, _ in wires] + [label for _, label in wires]
+    body += [_item(study, item, side, str(first_item + k)) for k, item in enumerate(scene.items)]
     return _svg(scene.width + 2 * MARGIN, scene.height + 2 * MARGIN, _shift(MARGIN, MARGIN, "".join(body)))
 
 
@@ -82,7 +84,7 @@ def _item(study: Study, item: Item, side: int, key: str) -> str:
         else f'<text class="t" x="{middle:.1f}" y="15">{escape(box.title)}</text>'
         f'<text class="s" x="{middle:.1f}" y="28">{escape(box.subtitle)}</text>'
     )
-    flag = f'<text class="flag" x="{w - 3:.1f}" y="-3" text-anchor="end">≠</text>' if differs else ""
+    flag = flag_at(w) if differs else ""
     place = f'transform="translate({item.x:.1f} {item.y:.1f})"'
     rect = f'<rect width="{w:.1f}" height="{h:.1f}"/>'
     data = "" if ghost else f" data-box={quoteattr(key)}"
@@ -107,16 +109,18 @@ def differing_wire(study: Study, scene: Scene, wire: Wire, side: int) -> bool:
     return reader is not None and reader.kind != "exit" and any(n in marked for n in reader.nodes)
 
 
-def _wire(study: Study, scene: Scene, wire: Wire, side: int) -> str:
+def _wire(study: Study, scene: Scene, wire: Wire, side: int, key: int) -> tuple[str, str]:
+    """Its line and its labels: labels are drawn above all lines."""
     value = wire.values[side]
     target, source = (scene.items[k].boxes[side] for k in (wire.target, wire.source))
     if value is None or target is None or source is None:
-        return ""
+        return "", ""
     precision = study.sides[side].graph.nodes[value].type.precision
     differs = " differs" if differing_wire(study, scene, wire, side) else ""
     words = escape(precision.short())
     labels = "".join(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{a}">{words}</text>' for x, y, a in wire.labels)
-    return f'<g class="wire {format_class(precision)}{differs}"><path d="{_path(wire.points)}"/>{labels}</g>'
+    group = f'<g class="wire {format_class(precision)}{differs}" data-wire="{key}">'
+    return f'{group}<path d="{_path(wire.points)}"/></g>', f"{group}{labels}</g>" if labels else ""
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
@@ -133,38 +137,69 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 # ---------------------------------------------------------------------------------------------------------- overview
 
 
-def strip(study: Study, section: Section) -> str:
-    """The key ops of a section, one row a side: each linear with the λ of its activation and weight."""
-    body, width, height = _strip(study, section)
-    return _svg(width, height, body)
+def strip(study: Study, section: Section, view: str = FORWARD) -> str:
+    """The key ops of a section, a row a side (in backward a row a role): each linear with the λ of both operands."""
+    body, width, height = _strip(study, section, view)
+    return _svg(width, height, body) if body else ""
 
 
-def _strip(study: Study, section: Section) -> tuple[str, float, float]:
+@dataclass(frozen=True)
+class _Row:
+    side: Side
+    label: str
+    keys: dict[str, int]
+    """by the name of the column, the node"""
+
+
+def _rows(study: Study, section: Section, view: str) -> list[_Row]:
+    """Forward: every side.  Backward: DGRAD and WGRAD of every side that has them."""
+    found = [(side, side.blocks[section.first].nodes) for side in study.sides if section.first in side.blocks]
     rows = []
+    for side, nodes in found:
+        if view == FORWARD:
+            keys = [i for i in key_ops(side.graph, nodes) if i in side.forward]
+            rows.append(_Row(side, side.name, {_key_name(side, i): i for i in keys}))
+            continue
+        inside = set(nodes)
+        known = [gemm for gemm in gemms(side.graph) if gemm.node in inside]
+        for role in (Role.DGRAD, Role.WGRAD):
+            rows.append(_Row(side, role.value, {leaf(g.fqn) or "gemm": g.node for g in known if g.role == role.value}))
+    rows = [row for row in rows if row.keys]
+    if view != FORWARD and len({row.side.name for row in rows}) > 1:
+        rows = [replace(row, label=f"{row.side.name} {row.label}") for row in rows]
+    return rows
+
+
+def _strip(study: Study, section: Section, view: str = FORWARD) -> tuple[str, float, float]:
+    both = {v: _rows(study, section, v) for v in (FORWARD, BACKWARD)}
+    rows = both[view]
+    if not rows:
+        return "", 4.0, 4.0
     columns: dict[str, int] = {}
-    for side in study.sides:
-        block = side.blocks.get(section.first)
-        keys = [i for i in key_ops(side.graph, block.nodes) if i in side.forward] if block else []
-        named = {_key_name(side, i): i for i in keys}
-        for name in named:
-            columns.setdefault(name, len(columns))
-        rows.append((side, named))
-    rows = [(side, named) for side, named in rows if named]
-    label = SIDE_LABEL if len(study.sides) > 1 else 0.0
-    body = []
+    for row in [*both[FORWARD], *rows]:
+        for name, index in row.keys.items():
+            if view == FORWARD or row.side.graph.nodes[index].op != "embed":
+                columns.setdefault(name, len(columns))
+    if len(study.sides) == 1 and both[BACKWARD]:
+        both[FORWARD] = [replace(row, label=Role.FPROP.value) for row in both[FORWARD]]
+        rows = both[view]
+    labels = [row.label for pair in both.values() for row in pair]
+    labelled = len(study.sides) > 1 or bool(both[BACKWARD])
+    label = max(SIDE_LABEL, *(len(words) * CAPITAL + 8 for words in labels)) if labelled else 0.0
     one_line = len(columns) == 1
     pitch = (label + KEY_WIDTH + 3 * KEY_GAP, 0.0) if one_line else (0.0, KEY_HEIGHT + KEY_GAP)
-    for r, (side, named) in enumerate(rows):
+    body = []
+    for r, row in enumerate(rows):
         x0, y = r * pitch[0], r * pitch[1]
         if label:
-            body.append(f'<text class="n" x="{x0:.0f}" y="{y + KEY_HEIGHT / 2 + 4:.0f}">{side.name}</text>')
-        for name, index in named.items():
-            others = [n for s, n in rows if s is not side]
-            twin = others[0].get(name) if others else None
+            body.append(f'<text class="n" x="{x0:.0f}" y="{y + KEY_HEIGHT / 2 + 4:.0f}">{escape(row.label)}</text>')
+        for name, index in row.keys.items():
+            role = row.side.graph.nodes[index].role
+            twins = [o.keys[name] for o in rows if o.side is not row.side and name in o.keys]
+            others = [s for s in study.sides if s is not row.side]
+            twin = next((i for i in twins if others[0].graph.nodes[i].role is role), None)
             x = x0 + label + columns[name] * (KEY_WIDTH + KEY_GAP) + 2
-            body.append(_shift(x, y + 2, _key(study, side, name, index, twin)))
-    if not columns:
-        return "", 4.0, 4.0
+            body.append(_shift(x, y + 2, _key(study, row.side, name, index, twin)))
     width = (len(rows) - 1) * pitch[0] + label + len(columns) * (KEY_WIDTH + KEY_GAP) - KEY_GAP + 4
     return "".join(body), width, (len(rows) - 1) * pitch[1] + KEY_HEIGHT + 4
 
@@ -185,11 +220,13 @@ def _key(study: Study, side: Side, name: str, index: int, twin: int | None) -> s
     if twin is not None:
         other = next(s for s in study.sides if s is not side)
         differs = differs or _operands(side.graph, index) != _operands(other.graph, twin)
-    letters = {"attention": ("qkv", ""), "embed": ("W", "")}.get(side.graph.nodes[index].op, ("x", "W"))
+    node = side.graph.nodes[index]
+    letters = _LETTERS.get(node.role.value if node.op == "gemm" else node.op, ("x", "W"))
     chips = "".join(_chip(p, letters[k], 22 + 18 * k) for k, p in enumerate(found[:2]))
     rect = f'<rect width="{KEY_WIDTH:g}" height="{KEY_HEIGHT:g}"/>'
     title = f'<text class="t" x="{KEY_WIDTH / 2:g}" y="15">{escape(name)}</text>'
-    return f'<g class="key{" differs" if differs else ""}">{rect}{title}{chips}</g>'
+    where = f'data-key="{study.sides.index(side)}.{index}"'
+    return f'<g class="key{" differs" if differs else ""}" {where}>{rect}{title}{chips}</g>'
 
 
 def _chip(precision: Precision, letter: str, y: float) -> str:
@@ -267,21 +304,38 @@ def write_layer_svg(
 ) -> Path:
     """The forward dataflow of one layer, training and rollout side by side if both are given."""
     path = Path(path)
-    known = study(train, infer, differences)
-    if not any(layer in side.blocks for side in known.sides):
-        raise ValueError(f"layer {layer}: {train.name} has no such layer")
-    drawn = scenes(known, layer, FORWARD)
-    x, height, parts = 0.0, 0.0, []
-    for s, side in enumerate(known.sides):
-        scene = drawn[min(s, len(drawn) - 1)]
-        head = f'<text class="h" x="0" y="16">{escape(side.name)}</text>' if len(known.sides) > 1 else ""
-        body = draw(known, scene, s if len(known.sides) > 1 else 0)
-        parts.append(_shift(x, 34, head + _shift(0, 16, body)))
-        x += scene.width + 2 * MARGIN + 24
-        height = max(height, scene.height + 2 * MARGIN + 50)
-    parts.append(f'<text class="h" x="0" y="16">{escape(title or f"layer {layer}, forward")}</text>')
-    path.write_text(_standalone(x - 24, height, "".join(parts)), encoding="utf-8")
+    path.write_text(layer_svg(study(train, infer, differences), layer, title), encoding="utf-8")
     return path
+
+
+def layer_svg(study: Study, layer: int, title: str = "", view: str = FORWARD) -> str:
+    """The dataflow of one layer, both sides beside each other if there are two.
+
+    Raises:
+        ValueError: no side has such a layer, or it has nothing in this view.
+    """
+    if not any(layer in side.blocks for side in study.sides):
+        raise ValueError(f"layer {layer}: {study.train.graph.name} has no such layer")
+    drawn = scenes(study, layer, view)
+    if not any(scene.items for scene in drawn):
+        raise ValueError(f"layer {layer}: {study.train.graph.name} has no {view} part")
+    return panes(study, drawn, title or f"layer {layer}, {view}")
+
+
+def panes(study: Study, drawn: Sequence[Scene], title: str, notes: Sequence[str] = ()) -> str:
+    """Scenes as one file: a title, lines of text, and each side under its name."""
+    top = 34.0 + 16 * len(notes)
+    x, height, parts = 0.0, 0.0, []
+    for s, side in enumerate(study.sides):
+        scene = drawn[min(s, len(drawn) - 1)]
+        head = f'<text class="h" x="0" y="16">{escape(side.name)}</text>' if len(study.sides) > 1 else ""
+        parts.append(_shift(x, top, head + _shift(0, 16, draw(study, scene, s))))
+        x += scene.width + 2 * MARGIN + 24
+        height = max(height, scene.height + 2 * MARGIN + top + 16)
+    parts.append(f'<text class="h" x="0" y="16">{escape(title)}</text>')
+    parts += [f'<text class="n" x="0" y="{34 + 16 * k}">{escape(note)}</text>' for k, note in enumerate(notes)]
+    longest = max(len(title) * TITLE_CHARACTER, *(len(note) * LABEL_CHARACTER for note in ("", *notes)))
+    return _standalone(max(x - 24, longest), height, "".join(parts))
 
 
 def _model(graph: PrecisionGraph) -> str:

@@ -1,4 +1,7 @@
-"""The terminal view of one graph (`jetgraph inspect`): 80 columns, readable without colour, the same facts as JSON."""
+"""The terminal view of one graph (`jetgraph inspect`): 80 columns, readable without colour, the same facts as JSON.
+
+The JSON form is stable within a version; `as_json` says what it holds.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from jetgraph.graph import PrecisionGraph
 from jetgraph.viz.layers import relative, spans
 from jetgraph.viz.linears import FoldedGemm, folded, gemms
 from jetgraph.viz.study import study
+from jetgraph.viz.tree import folded_title, sections, tree
 
-WIDTH = 80
+WIDTH, VERSION = 80, 1
 LISTED = ("saved", "unknown", "dead")
 """Lists in a graph's ``meta`` that a person must see: what backward keeps, what is outside the vocabulary or unused."""
 MAX_LISTED = 12
@@ -24,14 +28,15 @@ MAX_LISTED = 12
 def summary(graph: PrecisionGraph) -> Group:
     """Everything `jetgraph inspect` prints, as one rich renderable."""
     known = as_json(graph)
-    parts: list[RenderableType] = [_head(known), _ops(known), _linears(known)]
+    parts: list[RenderableType] = [_head(known), _ops(known), Text(), tree("forward", known["sections"])]
+    parts.append(_linears(known))
     parts += [_rules(known)] if known["rules"] else []
     parts += [_listed(name, known[name]) for name in LISTED if known[name]]
     return Group(*parts)
 
 
 def print_summary(graph: PrecisionGraph, console: Console | None = None) -> None:
-    (console or Console()).print(summary(graph))
+    (console or Console()).print(summary(graph), soft_wrap=False)
 
 
 def text(graph: PrecisionGraph, width: int = WIDTH) -> str:
@@ -42,10 +47,20 @@ def text(graph: PrecisionGraph, width: int = WIDTH) -> str:
 
 
 def as_json(graph: PrecisionGraph) -> dict[str, Any]:
-    """The facts of the terminal view as plain values."""
+    """The facts of the terminal view as plain values.
+
+    ``format`` and ``version`` name this form.  ``name``, ``model``, ``policy``, ``provider``, ``device``, ``versions``
+    are the file's own (absent if it has none); ``nodes`` and ``edges`` are counts, ``phases``, ``ops`` and ``values``
+    (short λ) count nodes.  ``sections`` is the folded forward: title, how many layers are ``equal``, their numbers,
+    nodes of one, and its modules with ops, roundings, what is quantised, and each GEMM's operands and result.
+    ``linears`` has a row for each GEMM of a linear, folded over equal ``layers`` (``*`` in its FQN); ``rules`` are the
+    policy's rules that fired, with the nodes they decided.  ``saved``, ``unknown`` and ``dead`` are lists of text.
+    """
     rows = folded(gemms(graph))
     reasons = Counter(n.reason for n in graph.nodes if n.reason)
     return {
+        "format": "jetgraph-inspect",
+        "version": VERSION,
         "name": graph.name,
         **{k: graph.meta[k] for k in ("model", "policy", "provider", "device", "versions") if k in graph.meta},
         "nodes": len(graph.nodes),
@@ -54,7 +69,7 @@ def as_json(graph: PrecisionGraph) -> dict[str, Any]:
         "phases": dict(Counter(n.phase.value for n in graph.nodes)),
         "ops": dict(Counter(n.op for n in graph.nodes).most_common()),
         "values": dict(Counter(n.type.precision.short() for n in graph.nodes).most_common()),
-        "sections": [{"title": s.title, "equal": len(s.places)} for s in study(graph).sections],
+        "sections": sections(study(graph)),
         "linears": [_row(row) for row in rows],
         "rules": [{"reason": reason, "nodes": count} for reason, count in reasons.items()],
         **{name: _as_list(graph.meta.get(name)) for name in LISTED},
@@ -91,8 +106,7 @@ def _head(known: dict[str, Any]) -> Text:
     head.append(f"  {', '.join(about)}\n" if about else "\n")
     phases = ", ".join(f"{count:,} {phase}" for phase, count in known["phases"].items())
     head.append(f"{known['nodes']:,} nodes ({phases}), {known['edges']:,} edges\n")
-    sections = [s["title"] + (f" (equal ×{s['equal']})" if s["equal"] > 1 else "") for s in known["sections"]]
-    head.append(" → ".join(sections) + "\n")
+    head.append(" → ".join(folded_title(section) for section in known["sections"]) + "\n")
     head.append(f"semantic digest {known['semantic_digest'][:16]}…\n", style="dim")
     return head
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import shutil
 
-import pytest
-
 from jetgraph.graph import Node, Phase, PrecisionGraph, Role, ValueType
 from jetgraph.precision import BF16, F32, I64, Format, Granularity, Precision, Scale
+from jetgraph.viz import Difference
 
 ROWS = Precision(Format.E4M3, Scale(Granularity.per_group(128)))
 BLOCKS = Precision(Format.E4M3, Scale(Granularity.per_block(128, 128)))
 TOKENS = Precision(Format.E4M3, Scale(Granularity.per_token_group(128)))
+HOSTILE = "m</script><b>&amp;|{}$x\"'\u2028ünïcode\u2192.layers"
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: opens the page in a headless Chromium; skipped without one")
 
 
 class Builder:
@@ -95,3 +91,19 @@ def tiny(
     return PrecisionGraph(
         "tiny", tuple(b.nodes), outputs, {"policy": "jet" if fp8 else "bf16", "unknown": ["aten::odd"]}
     )
+
+
+def differing():
+    train, infer = tiny(), tiny(fp8=False, backward=False)
+    gemms = [[i for i, n in enumerate(g.nodes) if n.op == "gemm" and n.role == "FPROP"][:3] for g in (train, infer)]
+    return train, infer, [Difference(t, i, "JG001", "expected f8; got bf16") for t, i in zip(*gemms, strict=True)]
+
+
+def in_order(*names):
+    b = Builder()
+    x = b("input", precision=BF16, name="x")
+    for name in names:
+        weight = b.parameter(f"m.layers.0.{name}.weight")
+        x = b("gemm", x, weight, fqn=f"m.layers.0.{name}", role=Role.FPROP, contraction="nt")
+        x = b("round", x, precision=BF16, fqn=f"m.layers.0.{name}", format="bf16")
+    return PrecisionGraph("chain", tuple(b.nodes), {"y": x})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jetgraph.viz import layered
 from jetgraph.viz.layered import layout
 
 
@@ -21,7 +22,10 @@ def graphs(draw):
 @given(graphs())
 def test_boxes_do_not_overlap_and_edges_go_down(case):
     sizes, edges, loose = case
-    drawing = layout(sizes, edges, loose)
+    check(sizes, edges, layout(sizes, edges, loose))
+
+
+def check(sizes, edges, drawing):
     corners = [(x - w / 2, y, x + w / 2, y + h) for (x, y), (w, h) in zip(drawing.boxes, sizes, strict=True)]
     for u, v in edges:
         assert corners[u][3] < corners[v][1]
@@ -44,3 +48,10 @@ def test_a_long_edge_is_straight():
 
 def test_empty():
     assert layout([], []).boxes == ()
+
+
+def test_a_large_graph_which_gets_fewer_rounds_is_still_in_order(monkeypatch):
+    monkeypatch.setattr(layered, "IN_FULL", 100)
+    pairs = [(n, n + 2) for n in range(78)] + [(n, 79 - n) for n in range(0, 30, 2)]
+    sizes = [(80, 21)] * 80
+    check(sizes, pairs, layout(sizes, pairs))

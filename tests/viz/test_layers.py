@@ -8,12 +8,21 @@ import pytest
 
 from jetgraph.graph import PrecisionGraph
 from jetgraph.viz import Difference
+from jetgraph.viz.apart import why_apart
 from jetgraph.viz.condense import condense
 from jetgraph.viz.layers import blocks, forward_view, path_of, places, spans
 from jetgraph.viz.matching import match
 from jetgraph.viz.study import study
 
 from .conftest import tiny
+
+
+def without(graph: PrecisionGraph, dropped: int) -> PrecisionGraph:
+    """The graph with one rounding left out: its readers read what it rounded."""
+    moved = {i: i - (i > dropped) for i in range(len(graph.nodes))} | {dropped: graph.nodes[dropped].inputs[0]}
+    keep = [n for i, n in enumerate(graph.nodes) if i != dropped]
+    nodes = tuple(replace(n, inputs=tuple(moved[i] for i in n.inputs)) for n in keep)
+    return PrecisionGraph("unrounded", nodes, {k: moved[i] for k, i in graph.outputs.items()})
 
 
 def titles(*args, **kwargs):
@@ -27,6 +36,22 @@ def test_equal_layers_fold_to_one_section():
 @pytest.mark.parametrize(("odd", "expected"), [(0, "layers 1–3"), (2, "layers 0–1, 3"), (3, "layers 0–2")])
 def test_a_layer_with_another_eps_stands_apart(odd, expected):
     assert {expected, f"layer {odd}"} < set(titles(tiny(layers=4, odd=odd)))
+
+
+def test_a_layer_that_stands_apart_says_why():
+    known = study(tiny(layers=4, odd=2))
+    why = "has add f32 1e-06 in norm for add f32 1e-05 in norm"
+    assert [why_apart(known, section) for section in known.sections] == ["", "", why, ""]
+    train = tiny(layers=4, backward=False)
+    dropped = next(i for i, n in enumerate(train.nodes) if n.op == "round" and n.fqn == "model.layers.1")
+    known = study(train, without(train, dropped))
+    assert {s.title: why_apart(known, s) for s in known.sections} == {
+        "embedding": "",
+        "layers 0, 3": "",
+        "layer 1": "infer lacks round bf16 in residual",
+        "layer 2": "infer has a value in f32 entering for a value in bf16 entering",
+        "head": "",
+    }
 
 
 def test_equal_blocks_number_the_same_things_alike():
@@ -79,10 +104,7 @@ def test_partners_are_kept_past_a_difference():
 def test_a_missing_rounding_leaves_the_rest_with_partners():
     train = tiny(backward=False)
     dropped = next(i for i, n in enumerate(train.nodes) if n.op == "round" and n.fqn == "model.layers.1")
-    keep = [n for i, n in enumerate(train.nodes) if i != dropped]
-    moved = {i: i - (i >= dropped) for i in range(len(train.nodes))}
-    nodes = tuple(replace(n, inputs=tuple(moved[i] for i in n.inputs)) for n in keep)
-    infer = PrecisionGraph("unrounded", nodes, {"logits": moved[train.outputs["logits"]]})
+    infer = without(train, dropped)
     found = match(train, infer)
     assert None not in found.train_of
     assert found.infer_of[dropped] is None
