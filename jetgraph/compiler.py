@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +28,7 @@ from jetgraph.graph import Role
 from jetgraph.linear import Linear, check_convertible, convert
 from jetgraph.lowering.kernels import Kernels
 from jetgraph.lowering.linear_ops import linear_requests
+from jetgraph.lowering.weight_codes import Held, hold
 from jetgraph.passes.fuse import Fusion, fuse
 from jetgraph.passes.linears import find_plain_linears
 from jetgraph.passes.quantize_linears import LoweredGemm, quantize_linears
@@ -93,6 +95,14 @@ class Compiled:
     def fusions(self) -> list[Fusion]:
         """Every fusion that was tried so far, once for each graph, with the reason of a refusal."""
         return list(self.tried)
+
+    def hold_weights(self) -> AbstractContextManager[Held]:
+        """A block of one optimizer step in which each weight is quantised once, for all forwards and backwards in it.
+
+        Raises:
+            StaleWeights: on leaving the block, if a weight changed within it in a way that torch does not count.
+        """
+        return hold(self.model.named_parameters())
 
     def saved(self) -> list[SavedTensor]:
         """What each compiled region keeps for backward, and for whom."""

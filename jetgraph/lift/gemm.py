@@ -100,7 +100,7 @@ def _halves(term: int, transposed: bool) -> tuple[QuantizedHalf, QuantizedHalf]:
     return QuantizedHalf(term, "codes", transposed), QuantizedHalf(term, "scale", transposed)
 
 
-@handles("jetgraph.quantize")
+@handles("jetgraph.quantize", "jetgraph.quantize_weight")
 def _quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
     x, rows, cols, *rule = args

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jetgraph.lowering import reference
+from jetgraph.lowering.weight_codes import codes_of
 from jetgraph.precision import Scale
 
 E4M3 = torch.float8_e4m3fn
@@ -38,6 +39,21 @@ def quantize(
 def _(x, rows, cols, qmax, amax_floor, division, power_of_two):
     scale = x.new_empty((_grid(x.shape[0], rows), _grid(x.shape[1], cols)), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
+
+
+@torch.library.custom_op("jetgraph::quantize_weight", mutates_args=())
+def quantize_weight(
+    weight: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """`quantize` of a parameter, whose codes may be shared while weights are held (`weight_codes`)."""
+    arguments = rows, cols, qmax, amax_floor, division, power_of_two
+    return codes_of(weight, arguments, lambda w: torch.ops.jetgraph.quantize(w, *arguments))
+
+
+@quantize_weight.register_fake
+def _(weight, rows, cols, qmax, amax_floor, division, power_of_two):
+    scale = weight.new_empty((_grid(weight.shape[0], rows), _grid(weight.shape[1], cols)), dtype=torch.float32)
+    return weight.new_empty(weight.shape, dtype=E4M3), scale
 
 
 @torch.library.custom_op("jetgraph::quantize_tokens", mutates_args=())

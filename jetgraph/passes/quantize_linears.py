@@ -3,7 +3,8 @@
 requires: a joint or inference graph; `mark_forward` already applied to the latter
 ensures:  every `jetgraph::linear`, `linear_dgrad` and `linear_wgrad` is gone; linears that read one tensor share one
           quantised copy of it (q/k/v, gate/up); a weight is quantised once in forward and once in backward, so that no
-          codes of a weight are kept between them; every GEMM names the provider that runs it
+          codes of a weight are kept between them unless the trainer holds weights; every GEMM names the provider that
+          runs it
 numerics: unchanged: the operators compute the same primitives on the same operands
 """
 
@@ -102,7 +103,8 @@ class _Quantizer:
         key = ("weight", source, forward, arguments)
         if key not in self.made:
             with self.graph.inserting_before(gemm.node):
-                node = edit.call(self.graph, ops.quantize.default, (source, *arguments), gemm.node, forward)
+                target = ops.quantize_weight if source.op == "placeholder" else ops.quantize  # else a cast of a master
+                node = edit.call(self.graph, target.default, (source, *arguments), gemm.node, forward)
                 node.meta["jetgraph_reason"] = precision.reason
             self.made[key] = edit.results(self.graph, node, 2)
         return self.made[key] if forward else self._transposed(self.made[key], gemm.node)  # type: ignore[return-value]
