@@ -47,6 +47,14 @@ def errors_in_one_sentence() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def _beside(output: Path, *inputs: Path | None) -> Path:
+    """``output``, unless a picture written there would destroy the graph that it shows."""
+    for path in inputs:
+        if path is not None and output.resolve() == path.resolve():
+            raise ValueError(f"{output} is the graph file itself: write to another name with -o or --html")
+    return output
+
+
 def _existing(path: Path) -> Path:
     if not path.exists():
         raise ValueError(f"{path} does not exist")
@@ -150,7 +158,7 @@ def diff(
     with errors_in_one_sentence():
         found = compare(PrecisionGraph.load(first), PrecisionGraph.load(second))
         if html is not None:
-            say(f"page: {write_comparison(html, found)}")
+            say(f"page: {write_comparison(_beside(html, first, second), found)}")
         if json:
             out.print(dumps(as_json(found), indent=2, ensure_ascii=False), markup=False)
         else:
@@ -251,7 +259,7 @@ def show(
         other = PrecisionGraph.load(infer) if infer else None
         train_graph = PrecisionGraph.load(train)
         part = {"layer": layer, "difference": difference, "backward": backward}
-        for path in write(output, train_graph, other, format=format, **part):
+        for path in write(_beside(output, train, infer), train_graph, other, format=format, **part):
             out.print(str(path), markup=False)
 
 

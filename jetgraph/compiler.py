@@ -48,7 +48,7 @@ class Compiled:
     """What `jetgraph.compile` knows of a model; found at ``model.jetgraph``.
 
     A copy of the model carries it along.  An unpickled model has no compiled regions: its linears still run the
-    declared precision, and `jetgraph.compile` compiles its blocks again.
+    declared precision, and `jetgraph.compile` compiles its blocks again, with the options of that call.
     """
 
     model: torch.nn.Module

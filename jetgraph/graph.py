@@ -172,10 +172,19 @@ class PrecisionGraph:
 
     @classmethod
     def load(cls, path: str | Path) -> PrecisionGraph:
+        """The graph of a file, which may be hostile.
+
+        Raises:
+            GraphError: one sentence that names the file and says what is wrong.
+        """
         try:
-            return cls.from_json(bounded_json.read_bytes(path))
+            data = bounded_json.read_bytes(path)
         except bounded_json.Unreadable as error:
             raise GraphError(str(error)) from error
+        try:
+            return cls.from_json(data)
+        except GraphError as error:
+            raise GraphError(f"{path}: {error}") from error
 
     def to_text(self) -> str:
         return graph_text.write(self.name, self.nodes, self.outputs, self.meta)

@@ -21,6 +21,8 @@ from jetgraph.node import Attr, Attrs, GraphError, Node, Phase, Role, ValueType
 from jetgraph.precision import Precision
 
 VERSION = 2
+LISTS = ("saved", "unknown", "dead")
+"""Fields of meta that are lists of text where they are there."""
 MAX_TEXT = 4096
 """Characters of a name, kernel, source or reason; every one of them is printed somewhere."""
 
@@ -60,6 +62,7 @@ def read(data: Any) -> Parts:
             raise GraphError("outputs must be an object of node numbers, and meta an object")
         for text in (name, *outputs):
             _text(text)
+        _meta(meta)
         precisions: dict[str, Precision] = {}
         terms = [_term(precisions, *row) for row in data["terms"]]
         modules = [_text(text) for text in data["modules"]]
@@ -107,6 +110,22 @@ def _attr(value: Any) -> Attr:
 
 def _origin(role: Any, phase: Any, kernel: Any, source: Any, reason: Any) -> tuple[Role, Phase, str, str, str]:
     return Role(role), Phase(phase), _text(kernel), _text(source), _text(reason)
+
+
+def _meta(meta: dict[str, Any]) -> None:
+    """What a run says of itself is shown too, so its text must print; verification checks the fields that it reads."""
+    stack: list[Any] = [meta]
+    while stack:
+        value = stack.pop()
+        if type(value) is dict:
+            stack += [*value, *value.values()]
+        elif type(value) is list:
+            stack += value
+        elif type(value) is str:
+            _text(value)
+    for key in LISTS:
+        if type(meta.get(key, [])) is not list or not all(type(text) is str for text in meta.get(key, [])):
+            raise GraphError(f"meta {key!r} must be a list of text, got {str(meta[key])[:40]!r}")
 
 
 def _text(value: Any) -> str:

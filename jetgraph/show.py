@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from jetgraph.graph import PrecisionGraph
-from jetgraph.verify import verify
+from jetgraph.verify import Result, verify
+from jetgraph.verify.meta import require_form
 from jetgraph.viz import from_faults, write_html
 from jetgraph.viz.compare import Comparison
 from jetgraph.viz.dot import dot
@@ -78,7 +79,7 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "html":
         return (write_page(path, train, infer),)
-    known = study(train, infer, () if infer is None else from_faults(verify(train, infer).faults))
+    known = study(train, infer, () if infer is None else from_faults(_verified(train, infer).faults))
     if format == "model-explorer":
         return write_model_explorer(path, known)
     if format == "netron":
@@ -106,7 +107,7 @@ def write_page(path: Path, train: PrecisionGraph, infer: PrecisionGraph | None =
     """Write the page; returns its path."""
     if infer is None:
         return write_html(path, train, title=_title(train))
-    result = verify(train, infer)
+    result = _verified(train, infer)
     return write_html(path, train, infer, from_faults(result.faults), title=_title(train), verdict=str(result.verdict))
 
 
@@ -116,6 +117,12 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
     names = comparison.study.train.name, comparison.study.infer.name if comparison.study.infer else ""
     title = f"{_title(left)}: what changed from {names[0]} to {names[1]} (not a verification)"
     return write_html(path, left, right, comparison.differences, title=title, names=names)
+
+
+def _verified(train: PrecisionGraph, infer: PrecisionGraph) -> Result:
+    for graph in (train, infer):
+        require_form(dict(graph.meta))
+    return verify(train, infer)
 
 
 def _title(train: PrecisionGraph) -> str:

@@ -241,7 +241,7 @@ def _meta(graph: PrecisionGraph, compiled: Compiled, lifter: Lifter) -> dict[str
         "model": type(model).__name__,
         "policy": compiled.policy.name,
         "provider": compiled.provider,
-        "device": "cpu",
+        "device": next(model.parameters()).device.type,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -87,11 +87,11 @@ class LiveWeights:
 
         Raises:
             SyncRefused: see `jetgraph.sync`; the old weights serve on.
-            WeightsLost: what was read again is not what was written.
+            WeightsLost: what was read again is not what was written; the engine refuses to generate.
         """
         report = send(update, self)
         if verify:
-            self.verify_values().require()
+            self.receiver.require_values()
         return report
 
     def verify_values(self) -> ValueReport:

@@ -33,11 +33,15 @@ class Kernels:
     def parse(cls, text: str) -> Kernels:
         """
         Raises:
-            ProviderError: ``text`` is none of the forms above, or names a role or a provider that does not exist.
+            ProviderError: ``text`` is none of the forms above, or names a role twice, or a role or a provider that does
+                not exist.
         """
         if "=" not in text:
             return cls(*[_known(text)] * 3)
-        wishes = dict(part.strip().partition("=")[::2] for part in text.split(","))
+        parts = [part.strip().partition("=")[::2] for part in text.split(",")]
+        wishes = dict(parts)
+        if len(wishes) != len(parts):
+            raise ProviderError(f"kernels {text!r}: a role is named twice; one provider runs it")
         unknown = [role for role in wishes if role not in ROLES]
         if unknown:
             raise ProviderError(f"kernels {text!r}: no role {unknown[0]!r}; expected {', '.join(ROLES)}")

@@ -35,9 +35,10 @@ def row_means(module: GraphModule, devices: frozenset[str] = DEVICES) -> int:
 
 
 def _is_along_rows(node: Node, devices: frozenset[str]) -> bool:
-    value = node.args[0].meta["val"]  # type: ignore[union-attr]
-    dims = [d % value.ndim for d in node.args[1]]  # type: ignore[union-attr]
-    return value.device.type in devices and value.dtype is torch.float32 and dims == [value.ndim - 1]
+    value, mean = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    if value.device.type not in devices or not value.dtype is mean.dtype is torch.float32:
+        return False
+    return node.args[1] in ([-1], [value.ndim - 1])
 
 
 def _keeps_axis(node: Node) -> bool:

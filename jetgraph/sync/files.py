@@ -57,7 +57,7 @@ class StoredUpdate:
         path = self.folder / MANIFEST
         try:
             return Manifest.from_plain(bounded_json.parse(bounded_json.read_bytes(path)))
-        except (KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise SyncRefused(f"{path} is not a manifest ({error}): write the update again") from error
 
     @property

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from jetgraph import typed_json
+
 SCALE_SUFFIX = "_scale_inv"
 CODES = "float8_e4m3fn"
 
@@ -70,8 +72,16 @@ class Manifest:
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> Manifest:
-        specs = tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in data["tensors"])
-        return cls(data["version"], data["policy"], specs)
+        """
+        Raises:
+            ValueError, KeyError, TypeError: ``data`` is not what `to_plain` gave, through JSON.
+        """
+        version, policy = data["version"], data["policy"]
+        if type(version) is not int or type(policy) is not str:
+            raise TypeError(f"version {version!r:.40} and policy {policy!r:.40}: expected a whole number and a string")
+        rows = enumerate(data["tensors"])
+        specs = tuple(typed_json.from_plain(TensorSpec, row, f"tensors[{i}]") for i, row in rows)
+        return cls(version, policy, specs)
 
 
 def check_pairs(dtypes: dict[str, str], version: int) -> None:

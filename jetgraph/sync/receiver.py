@@ -75,8 +75,19 @@ class Receiver:
             )
 
     def lose_weights(self) -> None:
-        """The live bytes were discarded (sleep level 2): nothing is served until a complete update."""
+        """The live bytes are of no version (sleep level 2 discards them): nothing is served until a complete update."""
         self.serving = False
+
+    def require_values(self) -> ValueReport:
+        """`verify_values`, and an engine whose bytes are not those of its version stops serving.
+
+        Raises:
+            WeightsLost: see `ValueReport.require`.
+        """
+        report = self.verify_values()
+        if report.differing or report.moved:
+            self.lose_weights()
+        return report.require()
 
     def verify_values(self) -> ValueReport:
         """Read every live tensor again and compare with the manifest of the version served."""
@@ -152,6 +163,11 @@ class Transaction:
         self._require_open()
         accepted = self._check(manifest)
         slots = self.receiver.store.slots
+        changed: dict[str, tuple[int, int]] = {}
+        for name, new in self.staged.items():  # before the flip: what fails after it would look like a refusal
+            counted = changed.get(slots[name].dtype, (0, 0))
+            changed[slots[name].dtype] = (counted[0] + num_changed(slots[name].live, new), counted[1] + new.numel())
+        num_bytes = sum(tensor.nbytes for tensor in self.staged.values())
         start = time.perf_counter()
         try:
             self.receiver.store.stop()
@@ -160,11 +176,6 @@ class Transaction:
             raise
         self._flip(accepted)
         stall = time.perf_counter() - start
-        changed: dict[str, tuple[int, int]] = {}
-        for name, old in self.staged.items():
-            counted = changed.get(slots[name].dtype, (0, 0))
-            changed[slots[name].dtype] = (counted[0] + num_changed(slots[name].live, old), counted[1] + old.numel())
-        num_bytes = sum(tensor.nbytes for tensor in self.staged.values())
         self.abort()  # the old version's bytes are of no more use
         return CommitReport(self.version, len(slots), num_bytes, time.perf_counter() - self._start, stall, changed)
 
@@ -196,16 +207,24 @@ class Transaction:
             self._refuse(f"{some(missing)} did not come: an update is complete or none ({len(missing)} missing)")
         if unsent := [name for name in self.staged if name not in sent]:
             self._refuse(f"{some(unsent)} came but the manifest does not have them")
-        for name, spec in sent.items():
+        for spec in manifest.specs:  # both names of a tied tensor, if the manifest has both
+            name = store.aliases.get(spec.name, spec.name)
             if name not in self.staged:
                 self._refuse(f"{name} is in the manifest but did not come")
+            staged = self.staged[name]
+            if (spec.dtype, spec.shape) != (store.slots[name].dtype, tuple(staged.shape)):
+                self._refuse(
+                    f"{spec.name} is {spec.dtype} {list(spec.shape)} in the manifest, but came as "
+                    f"{store.slots[name].dtype} {list(staged.shape)}"
+                )
             expected = store.slots[name].precision
             if spec.precision != expected:
                 self._refuse(f"{name} was made as {spec.precision}, the engine reads it as {expected}: one policy")
-            got = tensor_digest(self.staged[name])
+            got = tensor_digest(staged)
             if got != spec.digest:
                 self._refuse(
-                    f"{name} has digest {got[:16]}, the trainer sent {spec.digest[:16]}: damaged on the way, send again"
+                    f"{spec.name} has digest {got[:16]}, the trainer sent {spec.digest[:16]}: damaged on the way, send "
+                    "again"
                 )
         accepted = Manifest(self.version, manifest.policy, tuple(replace(sent[n], name=n) for n in store.slots))
         serving = self.receiver.manifest
@@ -266,9 +285,13 @@ def write(live: Tensor, new: Tensor, name: str) -> None:
 
 
 def take_back(slots: Mapping[str, Slot], staged: Mapping[str, Tensor], done: Iterable[str]) -> None:
-    with torch.inference_mode():
-        for name in done:
-            slots[name].live.copy_(staged[name])
+    """The old bytes again, read back as the new ones were: the same fault may spoil them too."""
+    for name in done:
+        live, old = slots[name].live, staged[name]
+        with torch.inference_mode():
+            live.copy_(old)
+        if not same_bytes(live, old.to(live.device)):
+            raise RuntimeError(f"{name} did not take its old bytes back")
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -278,7 +301,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def num_changed(a: Tensor, b: Tensor) -> int:
     """How many elements differ in any bit."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return int((a.reshape(-1).view(width) != b.to(a.device).reshape(-1).view(width)).sum())
 
 

@@ -45,8 +45,8 @@ class SleepGuard:
         if self.receiver.asleep:
             raise ValueError(f"the engine sleeps at level {self.receiver.asleep} already: wake it first")
         self._saved = {name: tensor.detach().cpu().clone() for name, tensor in self.rest.items()}
+        self.receiver.asleep = level  # before: a sleep that fails half-way must not serve; waking finds out
         self._suspend(level)
-        self.receiver.asleep = level
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Afterwards a level-1 sleeper serves what it served; a level-2 sleeper waits for an update.
@@ -58,16 +58,13 @@ class SleepGuard:
         self._resume(tags)
         if not level or (tags is not None and "weights" not in tags):
             return
-        self.receiver.asleep = 0
+        if level == 2:
+            self.receiver.lose_weights()
         with torch.inference_mode():
             for name, saved in self._saved.items():
                 if not same_bytes(self.rest[name].cpu(), saved):
                     self.rest[name].copy_(saved)
         self._saved = {}
-        if level == 2:
-            self.receiver.lose_weights()
-            return
-        report = self.receiver.verify_values()
-        if report.differing or report.moved:
-            self.receiver.lose_weights()
-        report.require()
+        self.receiver.asleep = 0
+        if level == 1:
+            self.receiver.require_values()

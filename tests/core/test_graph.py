@@ -167,6 +167,13 @@ def test_bad_files_are_refused_in_one_sentence(text, message):
         PrecisionGraph.from_json(text)
 
 
+def test_a_bad_file_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("[]")
+    with pytest.raises(GraphError, match=r"a\.json: not a jetgraph graph file"):
+        PrecisionGraph.load(path)
+
+
 def test_vocabulary_is_documented():
     for spec in OPS.values():
         assert spec.formula

@@ -284,6 +284,7 @@ def test_a_wish_per_role(probes, text, chosen):
         ("cutlass", "provider 'cutlass': expected auto or one of deep_gemm"),
         ("fprop=cutlass", "provider 'cutlass': expected auto or one of deep_gemm"),
         ("forward=triton", "no role 'forward'; expected fprop, dgrad, wgrad"),
+        ("wgrad=reference,wgrad=triton", "a role is named twice"),
     ],
 )
 def test_a_wish_for_what_does_not_exist(text, message):

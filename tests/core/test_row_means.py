@@ -37,8 +37,14 @@ def test_a_mean_of_rows_is_replaced_and_keeps_every_bit(keepdim):
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x.mean(0, keepdim=True), lambda x: x.mean((0, 1)), lambda x: x.double().mean(-1)],
-    ids=["another axis", "two axes", "float64"],
+    [
+        lambda x: x.mean(0, keepdim=True),
+        lambda x: x.mean((0, 1)),
+        lambda x: x.double().mean(-1),
+        lambda x: x.mean(-1, dtype=torch.float64),
+        lambda x: torch.mean(x, None, keepdim=True),
+    ],
+    ids=["another axis", "two axes", "float64", "in float64", "all axes"],
 )
 def test_other_means_stay(function):
     module = traced(function, torch.randn(7, 33))

@@ -311,7 +311,22 @@ def test_a_manifest_that_says_otherwise_is_refused(second, serving):
     less = Manifest(2, "jet", tuple(s for s in manifest.specs if s.name != NORM))
     more = Manifest(2, "jet", (*manifest.specs, dataclasses.replace(manifest.tensors[NORM], name="other")))
     later = dataclasses.replace(manifest, version=3)
+    norm, embedding = manifest.tensors[NORM], manifest.tensors[EMBEDDING]
+    others = tuple(s for s in manifest.specs if s.name != EMBEDDING)
+    tied = dataclasses.replace(embedding, name="lm_head.weight")
+    untied = dataclasses.replace(embedding, digest="0" * 64)
+    shaped = tuple(s for s in manifest.specs if s.name != NORM)
     for wrong, message in (
+        (Manifest(2, "jet", (*others, untied, tied)), "model.embed_tokens.weight has digest .*damaged"),
+        (Manifest(2, "jet", (*others, embedding, dataclasses.replace(tied, digest="0"))), "lm_head.weight has digest"),
+        (
+            Manifest(2, "jet", (*shaped, dataclasses.replace(norm, shape=(1, 320)))),
+            r"model.norm.weight is bfloat16 \[1, 320\] in the manifest, but came as bfloat16 \[320\]",
+        ),
+        (
+            Manifest(2, "jet", (*shaped, dataclasses.replace(norm, dtype="float32"))),
+            r"model.norm.weight is float32 \[320\] in the manifest, but came as bfloat16",
+        ),
         (less, "model.norm.weight came but the manifest does not have them"),
         (more, "other is in the manifest but did not come"),
         (later, "the manifest is of version 3, the update of 2"),
@@ -432,10 +447,46 @@ def test_a_write_that_stores_something_else_is_noticed_and_taken_back(models, se
     before = engine.live_bytes()
     from jetgraph.sync import receiver as module
 
-    monkeypatch.setattr(module, "same_bytes", lambda a, b: False)
+    same_bytes, answers = module.same_bytes, iter([False])
+    monkeypatch.setattr(module, "same_bytes", lambda a, b: next(answers, True) and same_bytes(a, b))
     with pytest.raises(SyncRefused, match="did not take the bytes it was given. All was taken back"):
         send(publish(models[1], 2, "jet"), receiver)
     assert engine.live_bytes() == before
+    receiver.require_serving()
+
+
+class Stuck(Tensor):
+    """Memory of which one number changes no more: what is written there is lost."""
+
+    def copy_(self, *args, **kwargs):
+        super().copy_(*args, **kwargs)
+        self.view(-1)[3] = 7.0
+        return self
+
+
+def test_memory_that_takes_nothing_back_stops_serving(models, serving):
+    """The fault that spoils the new bytes spoils the old ones too; "all was taken back" would be a lie."""
+    engine, receiver = serving
+    slot = engine.slots[NORM]
+    engine.slots[NORM] = dataclasses.replace(slot, live=slot.live.as_subclass(Stuck))
+    with pytest.raises(WeightsLost, match="model.norm.weight did not take the bytes .*so did undoing it"):
+        send(publish(models[1], 2, "jet"), receiver)
+    with pytest.raises(WeightsLost, match="send a complete update before generating"):
+        receiver.require_serving()
+
+
+def test_what_fails_while_changes_are_counted_fails_before_the_flip(models, serving, monkeypatch):
+    engine, receiver = serving
+    before = engine.live_bytes()
+    from jetgraph.sync import receiver as module
+
+    def no_memory(a, b):
+        raise torch.OutOfMemoryError("no memory to compare")
+
+    monkeypatch.setattr(module, "num_changed", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        send(publish(models[1], 2, "jet"), receiver)
+    assert (engine.live_bytes(), receiver.version, engine.num_stops) == (before, 1, 1)
 
 
 def test_a_refresh_that_fails_is_taken_back_or_stops_serving(models, serving):
@@ -519,6 +570,11 @@ def test_values_that_something_else_wrote_are_found(serving):
     assert report.moved == ()
     with pytest.raises(WeightsLost, match=f"{SCALE}: not the bytes of version 1"):
         report.require()
+    receiver.require_serving()  # a report changes nothing
+    with pytest.raises(WeightsLost, match=f"{SCALE}: not the bytes of version 1"):
+        receiver.require_values()
+    with pytest.raises(WeightsLost, match="send a complete update before generating"):
+        receiver.require_serving()
 
 
 def test_a_tensor_that_moved_is_found(serving):  # [W5]
@@ -639,6 +695,29 @@ def test_a_damaged_folder_is_refused(damage, message, models, serving, tmp_path)
         send(StoredUpdate(tmp_path), receiver)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(version=2.0),
+        lambda d: d.update(version="2"),
+        lambda d: d.update(policy=["jet"]),
+        lambda d: d["tensors"][0].update(name=5),
+        lambda d: d["tensors"][0].update(digest=5),
+        lambda d: d["tensors"][0].update(dtype=None),
+        lambda d: d["tensors"][0].update(shape="ab"),
+        lambda d: d["tensors"].append(dict(d["tensors"][0])),
+        lambda d: d.pop("tensors"),
+    ],
+)
+def test_a_manifest_of_another_form_is_refused(change, second, serving, tmp_path):
+    data = json.loads(json.dumps(second[1].to_plain()))
+    change(data)
+    for text in (json.dumps(data), "{", "[]", "null"):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(SyncRefused, match="is not a manifest .* write the update again"):
+            send(StoredUpdate(tmp_path), serving[1])
+
+
 # ----------------------------------------------------------------------------------------------------------- sleep
 
 
@@ -692,6 +771,30 @@ def test_level_1_that_brings_back_garbage_is_found(serving):  # [W7]
         guard.wake_up()
     with pytest.raises(WeightsLost):
         receiver.require_serving()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_fails_half_way_serves_nothing(level, models, serving):
+    engine, receiver = serving
+    guard = guarded(engine, receiver)
+    suspend = guard._suspend
+
+    def fails(level: int) -> None:
+        suspend(level)
+        raise RuntimeError("the allocator failed")
+
+    guard._suspend = fails
+    with pytest.raises(RuntimeError, match="the allocator failed"):
+        guard.sleep(level)
+    with pytest.raises(WeightsLost, match=f"sleeps at level {level}"):
+        receiver.require_serving()
+    guard.wake_up()
+    assert rest_is_there(engine)
+    if level == 2:
+        with pytest.raises(WeightsLost, match="send a complete update"):
+            receiver.require_serving()
+        send(publish(models[1], 2, "jet"), receiver)
+    receiver.require_serving()
 
 
 def test_level_2_serves_nothing_before_a_complete_update(models, serving):  # [W7]

@@ -56,6 +56,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "overflow": (INFER.replace(b'"scale": 0.125', b'"scale": 1e999'), "printable text"),
     "a lone surrogate": (INFER.replace(b"toy-infer", b"toy-\\ud800"), "surrogate"),
     "an escape sequence": (INFER.replace(b"toy-infer", b"toy-\\u001b[31m"), "printable"),
+    "an escape sequence in meta": (changed(lambda g: g["meta"].update(a=[{"b": "\x1b[31m"}])), "printable"),
+    "unknown that is a number": (changed(lambda g: g["meta"].update(unknown=5)), "meta 'unknown' must be a list"),
+    "saved that is no text": (changed(lambda g: g["meta"].update(saved=[5])), "meta 'saved' must be a list of text"),
     "a long name": (INFER.replace(b"toy-infer", b"x" * 5000), "at most 4096"),
     "a cycle": (changed(lambda g: last(g).__setitem__(3, len(g["nodes"]) - 1)), "does not come before it"),
     "a negative index": (changed(lambda g: last(g).__setitem__(3, -1)), "does not come before it"),
@@ -90,6 +93,20 @@ def test_a_hostile_graph_is_2_in_one_sentence(tmp_path: Path, name: str) -> None
         assert reason in text
         assert len(text.strip().splitlines()) == 1
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_graph_is_looked_at_without_harm(tmp_path: Path, name: str) -> None:
+    """Each command that only shows either refuses in one sentence or shows; it never fails, and prints no control."""
+    good, bad, page = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "page.html"
+    good.write_bytes(TRAIN)
+    bad.write_bytes(HOSTILE[name][0])
+    for command in (("inspect", bad), ("diff", bad, good), ("show", good, bad, "-o", page)):
+        status, text = run(*command)
+        assert "\x1b" not in text
+        if status == 2:
+            assert text.startswith("error: ")
+            assert len(text.strip().splitlines()) == 1
 
 
 def test_folders_missing_files_and_files_without_permission(tmp_path: Path) -> None:

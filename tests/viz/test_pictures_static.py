@@ -175,6 +175,21 @@ def test_show_refuses_in_one_sentence(pair, options, words):
 # -------------------------------------------------------------------------------------------------------- a notebook
 
 
+def test_a_picture_is_not_written_over_its_graph(pair, tmp_path):
+    before = [path.read_bytes() for path in pair]
+    (tmp_path / "link.json").symlink_to(pair[0])
+    for command in (
+        ("show", pair[0], "-o", pair[0]),
+        ("show", *pair, "-o", pair[1]),
+        ("show", pair[0], "-o", tmp_path / "link.json"),
+        ("diff", *pair, "--html", pair[1]),
+    ):
+        status, said = run(*command)
+        assert status == 2
+        assert "is the graph file itself" in said
+    assert [path.read_bytes() for path in pair] == before
+
+
 def test_a_graph_shows_itself_in_a_notebook():
     bundle = tiny(layers=30, prefix="m<script>.layers")._repr_mimebundle_()
     assert set(bundle) == {"text/html", "text/plain"}

@@ -100,7 +100,10 @@ def _fuse_gradients(graph: Graph, d_gate: Node) -> Fusion | None:
         for_gate, for_up = pair
         if (for_gate.group, for_gate.rule) != (for_up.group, for_up.rule):  # type: ignore[union-attr]
             continue
-        with graph.inserting_before(first_of(graph, [d_gate, d_up])):
+        anchor = first_of(graph, [d_gate, d_up])
+        if any(first_of(graph, [leaf, anchor]) is anchor for leaf in (dy, gate, up)):
+            continue  # made after the place where the call would read it
+        with graph.inserting_before(anchor):
             arguments = (dy, gate, up, for_gate.group, *for_gate.rule)  # type: ignore[union-attr]
             fused = edit.call(graph, ops.silu_mul_backward_quantize.default, arguments, d_gate, False)
         codes = edit.results(graph, fused, 8)

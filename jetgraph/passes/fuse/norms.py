@@ -77,8 +77,11 @@ def find(y: Node) -> Norm | None:
             mean, eps = shift
             s = wide.args[0]
             assert isinstance(s, Node)
+            added = _added(s)
+            if first_of(y.graph, [weight, s if added else wide]) is not weight:
+                continue  # computed in the block, after the place where the call would read it
             own_mean = is_call(mean, ops.row_mean.default)
-            return Norm(y, normed, r, wide, s, _added(s), weight, eps, own_mean, quantisers)
+            return Norm(y, normed, r, wide, s, added, weight, eps, own_mean, quantisers)
     return None
 
 
