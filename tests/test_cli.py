@@ -64,6 +64,15 @@ def test_unreadable_is_2_in_one_sentence(pair, content):
     assert len(text.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("order", [(0, 0), (1, 1), (1, 0)], ids=["train twice", "rollout twice", "swapped"])
+def test_a_graph_is_not_verified_against_its_own_side(pair, order):
+    """It is contained in itself: one wrong path in a workflow would be a green build."""
+    status, text = run("verify", *(pair[i] for i in order))
+    assert status == 2
+    assert "give the training graph first" in text
+    assert len(text.strip().splitlines()) == 1
+
+
 def test_usage_errors_are_2(pair, tmp_path):
     assert run("verify", pair[0])[0] == 2
     assert run("verify", tmp_path / "nothing.json", pair[1])[0] == 2

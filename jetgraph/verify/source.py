@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from jetgraph.verify import checker
 
 
+SIDES = {"train": ("train",), "infer": ("infer", "expected")}
+"""What a file's ``meta.side`` may say where a side is asked for; `jetgraph extract` writes "expected"."""
+
+
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """A million nodes make no cycles, but the collector would walk all of them again and again."""
@@ -63,14 +67,23 @@ class Source:
 
     @classmethod
     def load(cls, path: str | Path, side: str) -> Source:
-        """The graph file at ``path``.
+        """The graph file at ``path``, captured from that side.
+
+        A graph is contained in itself: a path given twice, or two in the wrong order, would say nothing of a run.
 
         Raises:
             GraphError: one sentence that names the path and says what is wrong.
         """
         try:
-            return cls.parse(bounded_json.read_bytes(path), side)
+            source = cls.parse(bounded_json.read_bytes(path), side)
         except bounded_json.Unreadable as error:
             raise GraphError(str(error)) from error
         except GraphError as error:
             raise GraphError(f"{path}: {error}") from error
+        captured = source.graph.meta.get("side", side)
+        if captured not in SIDES[side]:
+            raise GraphError(
+                f"{path} was captured from side {captured!r}, expected {SIDES[side][0]!r}: give the training graph "
+                "first, then the rollout's"
+            )
+        return source
