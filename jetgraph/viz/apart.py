@@ -22,7 +22,7 @@ def why_apart(study: Study, section: Section) -> str:
             here, there = (describe(side, side.blocks.get(s.first)) for s in (section, usual))
             words = _change(here, there)
             if words:
-                return f"{side.name} {words}" if len(study.sides) > 1 else words
+                return f"in {side.name} it {words}" if len(study.sides) > 1 else f"it {words}"
     if any(_marks(study, side, section) != _marks(study, side, usual) for side in study.sides):
         return "differs elsewhere than the other layers do"
     return "wired otherwise than the other layers"

@@ -40,7 +40,7 @@ def test_a_layer_with_another_eps_stands_apart(odd, expected):
 
 def test_a_layer_that_stands_apart_says_why():
     known = study(tiny(layers=4, odd=2))
-    why = "has add f32 1e-06 in norm for add f32 1e-05 in norm"
+    why = "it has add f32 1e-06 in norm for add f32 1e-05 in norm"
     assert [why_apart(known, section) for section in known.sections] == ["", "", why, ""]
     train = tiny(layers=4, backward=False)
     dropped = next(i for i, n in enumerate(train.nodes) if n.op == "round" and n.fqn == "model.layers.1")
@@ -48,8 +48,8 @@ def test_a_layer_that_stands_apart_says_why():
     assert {s.title: why_apart(known, s) for s in known.sections} == {
         "embedding": "",
         "layers 0, 3": "",
-        "layer 1": "infer lacks round bf16 in residual",
-        "layer 2": "infer has a value in f32 entering for a value in bf16 entering",
+        "layer 1": "in infer it lacks round bf16 in residual",
+        "layer 2": "in infer it has a value in f32 entering for a value in bf16 entering",
         "head": "",
     }
 
