@@ -83,6 +83,10 @@ def check_job(job: dict[str, Any]) -> None:
             raise ValueError(f"step {step['name']}: the job has no prompts, seeds and max_tokens")
 
 
+LONG = ("completions", "rows")
+"""Parts of an outcome that are not shown while it runs."""
+
+
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     engine = Engine(**job["engine"])
     say(f"engine started in {engine.start_seconds:.1f} s")
@@ -94,7 +98,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         outcome["seconds"] = time.perf_counter() - start
         results["steps"][step["name"]] = outcome
         Path(job["results"]).write_text(json.dumps(results))
-        say(f"{step['name']}: " + ", ".join(f"{k} {v}" for k, v in outcome.items() if k not in ("completions", "rows")))
+        shown = {k: f"{v:.1f}" if isinstance(v, float) else v for k, v in outcome.items() if k not in LONG}
+        say(f"{step['name']}: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
     return results
 
 
