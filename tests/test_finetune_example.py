@@ -66,3 +66,17 @@ def test_the_data_are_the_same_for_every_policy_and_only_answers_are_learnt(smal
             assert eval(left) == int(answer)  # a sum of two numbers
             assert tokenizer.decode(wanted[wanted != IGNORED]) == f" {int(answer)}\n"
     assert not torch.equal(once[0][0], once[1][0])
+
+
+@pytest.mark.slow
+def test_the_gpu_programs_of_whole_steps_run_on_a_tiny_model(tmp_path: Path) -> None:
+    """Their figures come from a GPU; that they run, refuse what a CPU has not and keep their bars is tested here."""
+    rows = tmp_path / "rows.json"
+    program = [sys.executable, "-m", "benchmarks.numerics", "--only", "tiny", "--json", str(rows)]
+    run = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "tiny, triton: refused, model.layers.0.self_attn.q_proj: provider 'triton' cannot run" in run.stdout
+    found = {row["metric"]: row for row in json.loads(rows.read_text())["rows"]}
+    assert found["tiny, auto against reference, cosine"]["value"] == pytest.approx(1.0)  # on a CPU it is the reference
+    assert found["tiny, auto against reference, SQNR"]["ok"]
+    assert 0.9 < found["tiny, control against reference, cosine"]["value"] < 1.0
