@@ -140,7 +140,8 @@ def compile(
             operators and may round less often than the graph says, so no graph of such a run verifies (JG092).
         kernels: whose FP8 GEMMs run: ``auto`` (the fastest that serves the shape and, in FPROP, whose rows do not
             depend on each other), a provider's name, or a name per role as ``dgrad=triton,wgrad=cublaslt``;
-            `jetgraph doctor` lists them.  On a CPU it is the reference.
+            `jetgraph doctor` lists them.  On a CPU it is the reference.  Linears that run outside compiled blocks take
+            the registry's own choice.
         fused: quantise where a norm, an activation or a gradient is computed, in one operator.  The same bits, checked
             for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  Their kernels are not written
             yet: the operators run their definitions, and save memory but no time.

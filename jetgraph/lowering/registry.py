@@ -1,7 +1,7 @@
 """Which provider runs which kernel: probed once per device, chosen by role and shape, never by the number of rows.
 
     choose(Gemm(4096, 4096), device)       the first provider of `ORDER` whose probe passed and that serves the shape
-    pin("deep_gemm", device, gemms)        only that one, for every GEMM; an error now if it cannot
+    choose(gemm, device, "deep_gemm")      that one; an error if it cannot
     findings()                             what `jetgraph doctor` prints
 
 A GEMM of the forward pass goes only to a provider whose rows were found independent of each other.  The choice is a
@@ -73,8 +73,6 @@ ORDER = {
 }
 """Fastest first, as measured on an H200 (docs/kernels.md)."""
 
-_pinned: dict[torch.device, str] = {}
-
 
 def this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -103,59 +101,36 @@ def refusal(name: str, request: Gemm | Quantizer, device: torch.device) -> str |
 
 
 @cache
-def _first(request: Gemm | Quantizer, device: torch.device, pinned: str | None) -> Provider:
-    if device.type != "cuda" and pinned is None:
+def _first(request: Gemm | Quantizer, device: torch.device, wanted: str | None) -> Provider:
+    if device.type != "cuda" and wanted is None:
         return PROVIDERS["reference"]
     names = ORDER[request.role if isinstance(request, Gemm) else "quantiser"]
-    if isinstance(request, Gemm) and pinned is not None:
-        reason = refusal(pinned, request, device)
+    if isinstance(request, Gemm) and wanted is not None:
+        reason = refusal(wanted, request, device)
         if reason is not None:
-            raise ProviderError(_cannot(pinned, request, reason, names, device))
-        return PROVIDERS[pinned]
+            raise ProviderError(_cannot(wanted, request, reason, names, device))
+        return PROVIDERS[wanted]
     return next(PROVIDERS[name] for name in names if refusal(name, request, device) is None)
 
 
 def _cannot(name: str, request: Gemm | Quantizer, reason: str, names: Iterable[str], device: torch.device) -> str:
     others = [other for other in names if other != name and refusal(other, request, device) is None]
-    return f"provider {name!r} cannot run {request}: {reason}; unpin it, or pin one that can: {', '.join(others)}"
+    return f"provider {name!r} cannot run {request}: {reason}; these can: {', '.join(others)}"
 
 
 def choose(request: Gemm | Quantizer, device: torch.device, wanted: str | None = None) -> Provider:
-    """The provider that runs ``request`` on ``device``: ``wanted``, else the pinned one, else the fastest that can.
+    """The provider that runs ``request`` on ``device``: ``wanted``, else the fastest that can.
 
     Raises:
-        ProviderError: the wanted or pinned provider does not exist or cannot.
+        ProviderError: ``wanted`` does not exist or cannot.
     """
     if wanted is not None and wanted not in PROVIDERS:
         raise ProviderError(f"provider {wanted!r}: expected one of {', '.join(PROVIDERS)}")
-    return _first(request, device, wanted or _pinned.get(device))
-
-
-def pin(name: str | None, device: torch.device, gemms: Iterable[Gemm] = ()) -> None:
-    """Run every GEMM on ``device`` by provider ``name`` (None: choose again); ``gemms`` are those of the model.
-
-    Raises:
-        ProviderError: there is no such provider, it is not usable here, or it cannot run one of ``gemms``.  Nothing is
-            pinned then.
-    """
-    if name is None:
-        _pinned.pop(device, None)
-        return
-    if name not in PROVIDERS:
-        raise ProviderError(f"provider {name!r}: expected one of {', '.join(PROVIDERS)}")
-    finding = probe(name, device)
-    if not finding.ok:
-        usable = [other for other in PROVIDERS if probe(other, device).ok]
-        raise ProviderError(
-            f"provider {name!r} cannot run on {device}: {finding.reason}; usable here: {', '.join(usable)}"
-        )
-    for gemm in gemms:
-        _first(gemm, device, name)
-    _pinned[device] = name
+    return _first(request, device, wanted)
 
 
 def linear_gemms(out_features: int, in_features: int, bias: bool = False, group: int = 128) -> tuple[Gemm, Gemm, Gemm]:
-    """FPROP, DGRAD and WGRAD of a linear layer, to ask `refusal`, `choose` or `pin` about."""
+    """FPROP, DGRAD and WGRAD of a linear layer, to ask `refusal` or `choose` about."""
     return (
         Gemm(out_features, in_features, group, group, bias),
         Gemm(in_features, out_features, group, group, is_dgrad=True),

@@ -57,7 +57,6 @@ def probes(monkeypatch):
     registry._first.cache_clear()
     yield found
     registry._first.cache_clear()
-    registry.pin(None, CUDA)
 
 
 # ------------------------------------------------------------------------------------------------- refusals, early
@@ -231,7 +230,7 @@ def test_rows_that_depend_on_each_other_never_serve_a_forward_pass(probes):  # [
     assert registry.choose(Gemm(4096, 0, 1), CUDA).name == "cublaslt"
     assert registry.choose(Gemm(4096, 4096, is_dgrad=True), CUDA).name == "deep_gemm"  # no rollout has a DGRAD
     with pytest.raises(ProviderError, match="may depend on how many rows there are"):
-        registry.pin("cublaslt", CUDA, [Gemm(4096, 4096)])
+        registry.choose(Gemm(4096, 4096), CUDA, "cublaslt")
 
 
 def test_what_is_refused_is_not_chosen(probes):  # [C1]
@@ -247,19 +246,15 @@ def test_quantisers(probes):
     assert "quantiser" in str(registry.PROVIDERS["deep_gemm"].refuses(Quantizer(1, 128, JET)))
 
 
-def test_a_pinned_provider_that_cannot_serve_is_an_error_before_anything_runs(probes):
-    model = [gemm for size in ((4096, 4096), (576, 576)) for gemm in registry.linear_gemms(*size)]
+def test_a_provider_that_was_asked_for_and_cannot_serve_is_an_error_before_anything_runs(probes):
     with pytest.raises(ProviderError) as error:
-        registry.pin("deep_gemm", CUDA, model)
+        registry.choose(Gemm(576, 576), CUDA, "deep_gemm")
     assert str(error.value) == (
         "provider 'deep_gemm' cannot run FPROP GEMM N=576 K=576, scales 1x128 · 128x128: K=576 is not a "
-        "multiple of 128; unpin it, or pin one that can: triton, reference"
+        "multiple of 128; these can: triton, reference"
     )
-    assert registry.choose(Gemm(576, 576), CUDA).name == "triton"  # nothing was pinned
-    registry.pin("deep_gemm", CUDA, model[:3])
-    assert registry.choose(Gemm(4096, 0, 1), CUDA).name == "deep_gemm"
-    with pytest.raises(ProviderError, match="cannot run FPROP GEMM N=576"):
-        registry.choose(Gemm(576, 576), CUDA)
+    assert registry.choose(Gemm(4096, 0, 1), CUDA, "deep_gemm").name == "deep_gemm"
+    assert registry.choose(Gemm(576, 576), CUDA).name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -320,12 +315,12 @@ def test_every_gemm_of_a_compiled_graph_names_its_provider():
     assert {n.args[-1] for n in gemms} == {"reference"}
 
 
-def test_pinning_what_is_not_there(probes):
+def test_asking_for_what_is_not_there(probes):
     with pytest.raises(ProviderError, match="provider 'cutlass': expected one of deep_gemm, cublaslt, triton"):
-        registry.pin("cutlass", CUDA)
+        registry.choose(Gemm(4096, 4096), CUDA, "cutlass")
     probes["deep_gemm"] = Finding("deep_gemm", False, "nvcc 12.1 is too old")
-    with pytest.raises(ProviderError, match="cannot run on cuda:0: nvcc 12.1 is too old; usable here: cublaslt"):
-        registry.pin("deep_gemm", CUDA)
+    with pytest.raises(ProviderError, match="nvcc 12.1 is too old; these can: triton, reference"):
+        registry.choose(Gemm(4096, 4096), CUDA, "deep_gemm")
 
 
 def test_findings_are_one_line_for_each_provider():
