@@ -8,13 +8,11 @@ parameter.
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 import jetgraph.lift.all  # noqa: F401  (registers the handlers)
@@ -31,6 +29,7 @@ from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import F32
 from jetgraph.record import Op, Ref, evaluate_size, references
+from jetgraph.versions import versions
 
 CAPTURE_LENGTH = 53
 """Tokens in a capture by default: a number that no dimension of a model has, which makes records easy to read."""
@@ -242,11 +241,7 @@ def _meta(graph: PrecisionGraph, compiled: Compiled, lifter: Lifter) -> dict[str
         "policy": compiled.policy.name,
         "provider": compiled.provider,
         "device": next(model.parameters()).device.type,
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("torch", "transformers"),
         "compiler": compiled.codegen,
         "capture": {"regions": len(compiled.regions), "token_shape": list(lifter.layouts.token_shape)},
         "parameters": {

@@ -17,6 +17,7 @@ import torch
 
 from jetgraph.attest import Attestation, Check, Outcome
 from jetgraph.attest.trainer import trainer_checks
+from jetgraph.versions import versions
 from jetgraph_vllm import attest_cpu, attest_cuda, attest_fp8
 
 Run = Callable[[str], list[Check]]
@@ -50,15 +51,13 @@ def main(arguments: list[str]) -> int:
 def attest_engine() -> Attestation:
     """Every operator of this engine build that dense FP8 models use, on the device it serves with."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    import vllm
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capability = torch.backends.cpu.get_cpu_capability()
     name = torch.cuda.get_device_name() if device == "cuda" else f"cpu {platform.machine()} {capability}"
-    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    attestation = Attestation("vllm", name, versions)
+    attestation = Attestation("vllm", name, versions("vllm", "torch"))
     for op, run in (CUDA if device == "cuda" else CPU).items():
         print(f"jetgraph_vllm: attesting {op}", file=sys.stderr)
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jetgraph.record import Op
+from jetgraph.versions import versions
 from jetgraph_vllm import capture
 from jetgraph_vllm.capture_format import AttentionAttributes, EngineCapture, LinearPart
 
@@ -117,8 +118,6 @@ def _stack(names: list[str], sizes: list[int]) -> list[LinearPart]:
 
 def settings(engine: Any) -> dict[str, Any]:
     """The configuration under which the capture holds."""
-    import transformers
-    import vllm
 
     config = engine.config
     compilation = config.compilation_config
@@ -138,12 +137,7 @@ def settings(engine: Any) -> dict[str, Any]:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "logprobs_mode": str(config.model_config.logprobs_mode),
-        "versions": {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("vllm", "torch", "transformers"),
         "num_threads": torch.get_num_threads(),
         "device": platform.machine(),
         "environment": {name: os.environ[name] for name in _RECORDED_ENVIRONMENT if name in os.environ},

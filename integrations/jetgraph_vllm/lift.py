@@ -13,7 +13,6 @@ engine's own is here: stored FP8 codes and merged weights, the KV cache write an
 from __future__ import annotations
 
 import dataclasses
-import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from jetgraph.lowering import reference
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import BF16, Format, Precision
 from jetgraph.record import Op, evaluate_size
+from jetgraph.versions import versions
 from jetgraph_vllm.capture_format import CapturedGraph, EngineCapture, GraphInput, LinearPart
 from jetgraph_vllm.leaves import CacheWrite, RotaryTable, Stored
 
@@ -370,11 +370,7 @@ class _EngineLifter:
             "policy": self.policy.name,
             "provider": self.declared.get("ops", "stock"),
             "device": "cpu",
-            "versions": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                **self.capture.settings.get("versions", {}),
-            },
+            "versions": versions("torch") | self.capture.settings.get("versions", {}),
             "compiler": "fx",
             "capture": {k: v for k, v in self.capture.settings.items() if k != "versions"},
             "parameters": {

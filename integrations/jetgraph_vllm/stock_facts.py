@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from jetgraph.digest import tensor_digest
+from jetgraph.versions import versions
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -139,7 +140,6 @@ def inverse_frequencies(config: dict[str, Any], size: int, device: str) -> torch
 
 def settings(config: Any) -> dict[str, Any]:
     """The configuration under which the capture holds."""
-    import vllm
 
     compilation = config.compilation_config
     cuda = torch.cuda.is_available()
@@ -162,7 +162,7 @@ def settings(config: Any) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "capability": list(torch.cuda.get_device_capability()) if cuda else None,
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions("vllm", "torch"),
         "environment": {n: v for n, v in sorted(os.environ.items()) if n.startswith("VLLM_") and "PATH" not in n},
     }
 

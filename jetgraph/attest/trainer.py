@@ -12,6 +12,7 @@ from jetgraph.attest.compare import bounded, same_bits
 from jetgraph.attest.report import Attestation, Check
 from jetgraph.lowering import reference
 from jetgraph.precision import Division, ScaleRule
+from jetgraph.versions import versions
 
 COLS = 512
 GROUP = 128
@@ -21,8 +22,7 @@ def attest_trainer() -> Attestation:
     """The reference provider on the device that this process trains on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"cpu {platform.machine()}"
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return Attestation("trainer", name, versions, trainer_checks(device))
+    return Attestation("trainer", name, versions("torch"), trainer_checks(device))
 
 
 def trainer_checks(device: str) -> list[Check]:
