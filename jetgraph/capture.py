@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetgraph.fx_record import record_argument, record_value
 from jetgraph.record import Op, Ref, TensorSpec
+from jetgraph.whole import is_sharded
 
 
 @dataclass
@@ -77,8 +78,17 @@ class Recorder(TorchDispatchMode):
         self._names: dict[tuple, str] = {}
         self._overwritten: set[str] = set()
         self._stack: list[tuple[str, tuple]] = []
+        self._model = model
+        first: dict[int, str] = {}
+        self._sharded = {
+            place: first.setdefault(id(parameter), place)
+            for place, parameter in model.named_parameters(remove_duplicate=False)
+            if is_sharded(parameter)
+        }
+        """Where a sharded parameter stands → its first name, for parameters that exist whole only inside a forward."""
         for name, tensor in [*model.named_buffers(), *model.named_parameters(), *inputs.items()]:
-            self._leaf(tensor, name)
+            if not is_sharded(tensor):
+                self._leaf(tensor, name)
 
     # ------------------------------------------------------------------------------------------------ dispatch trace
 
@@ -102,6 +112,7 @@ class Recorder(TorchDispatchMode):
             position = max(i for i, (_, r) in enumerate(self._stack) if r is region)
             forward_call, _ = self._stack.pop(position)
             prefix = self.step.regions[forward_call].prefix
+        self.gathered(prefix, recurse=True)
         self.step.regions[name] = RegionCall(name, region, kind, prefix, sizes, forward_call)
         recorded = tuple(self._argument(a) for a in args)
         self._record(f"region.{kind}", recorded, {}, out, [], name)
@@ -137,6 +148,22 @@ class Recorder(TorchDispatchMode):
                 self._names[key] = f"stale_{self._names[key]}"
         if len(written) == 1:
             self._bind(written[0], name)
+
+    def gathered(self, place: str, *, recurse: bool) -> None:
+        """FSDP2 has gathered the parameters of the module at ``place``: these tensors are leaves now."""
+        if not self._sharded:
+            return
+        stem = f"{place}." if place else ""
+        for relative, tensor in self._model.get_submodule(place).named_parameters(
+            recurse=recurse, remove_duplicate=False
+        ):
+            name = self._sharded.get(stem + relative)
+            if name is None or is_sharded(tensor) or self._names.get(self._key(tensor)) == name:
+                continue
+            if any(held == name for held, _ in self._held):  # gathered a second time, elsewhere
+                self._bind(tensor, name)
+            else:
+                self._leaf(tensor, name)
 
     def start_backward(self) -> None:
         """What follows is the gradient; outside the regions no module is at work then."""
@@ -218,6 +245,7 @@ def recording(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterat
 
         def enter(_module: Any, _args: Any, name: str = name) -> None:
             recorder.module_name = name
+            recorder.gathered(name, recurse=False)
 
         if getattr(module, "_compiled_call_impl", None) is None and not _inside_compiled(model, name):
             handles.append(module.register_forward_pre_hook(enter))

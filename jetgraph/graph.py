@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -87,17 +87,21 @@ class PrecisionGraph:
 
     def restrict(self, outputs: Mapping[str, int]) -> PrecisionGraph:
         """The same graph with only these outputs and their ancestors."""
+        order = self.ancestors(outputs.values())
+        new = {old: i for i, old in enumerate(order)}
+        nodes = tuple(self.nodes[i].renumbered(new) for i in order)
+        return PrecisionGraph(self.name, nodes, {k: new[i] for k, i in outputs.items()}, self.meta)
+
+    def ancestors(self, indices: Iterable[int]) -> list[int]:
+        """These nodes and all that they need, in order."""
         live: set[int] = set()
-        stack = list(outputs.values())
+        stack = list(indices)
         while stack:
             index = stack.pop()
             if index not in live:
                 live.add(index)
                 stack.extend(self.nodes[index].inputs)
-        order = sorted(live)
-        new = {old: i for i, old in enumerate(order)}
-        nodes = tuple(self.nodes[i].renumbered(new) for i in order)
-        return PrecisionGraph(self.name, nodes, {k: new[i] for k, i in outputs.items()}, self.meta)
+        return sorted(live)
 
     def to_networkx(self) -> networkx.MultiDiGraph:
         """A MultiDiGraph with the input position on each edge (a DiGraph would merge the two edges of x * x)."""

@@ -10,7 +10,7 @@ a sum's order is a kernel's own business, the node's `kernel` says which one ran
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,20 +75,10 @@ def interpret(
         InterpretError: an `unknown` or `poison` node is reached, or a leaf is missing.
     """
     wanted = {name: graph.outputs[name] for name in (graph.outputs if outputs is None else outputs)}
-    graph = graph.restrict(wanted)
-    last_use = _last_uses(graph)
-    run = _Run(graph, leaves, attend, batch)
-    for index, node in enumerate(graph.nodes):
-        run.values[index] = run.evaluate(index, node)
-        for i in node.inputs:
-            if last_use[i] == index:
-                run.values.pop(i, None)
-    return {name: run.values[index] for name, index in graph.outputs.items()}
-
-
-def _last_uses(graph: PrecisionGraph) -> dict[int, int]:
-    last = {i: index for index, node in enumerate(graph.nodes) for i in node.inputs}
-    return last | dict.fromkeys(graph.outputs.values(), len(graph.nodes))
+    run = Run(graph, leaves, wanted.values(), attend=attend, batch=batch)
+    kept = set(wanted.values())
+    found = {index: run.values[index] for index in run if index in kept}
+    return {name: found[index] for name, index in wanted.items()}
 
 
 def _columns(x: Tensor | Quantized, parts: int) -> list[Any]:
@@ -138,13 +128,36 @@ def _plus_bias(node: Node, *inputs: Tensor | Product) -> Tensor:
     return products[0].rounded(rows[0][0])
 
 
-class _Run:
+class Run:
+    """A graph being run: iterate for the indices of what ``wanted`` needs, each evaluated when it is given out.
+
+    ``values`` holds a node's value from then until its last use is behind.  Whoever iterates may put another value in
+    its place, which all later nodes then read.
+    """
+
     def __init__(
-        self, graph: PrecisionGraph, leaves: Mapping[str, Tensor | Quantized], attend: Attend | None, batch: Batch
+        self,
+        graph: PrecisionGraph,
+        leaves: Mapping[str, Tensor | Quantized],
+        wanted: Iterable[int],
+        *,
+        attend: Attend | None = None,
+        batch: Batch = ONE_SEQUENCE,
     ) -> None:
         self.graph, self.leaves, self.attend, self.batch = graph, leaves, attend, batch
         self.values: dict[int, Any] = {}
         self.num_attentions = 0
+        self.live = graph.ancestors(wanted)
+        self._last_use = {i: index for index in self.live for i in graph.nodes[index].inputs}
+
+    def __iter__(self) -> Iterator[int]:
+        nodes = self.graph.nodes
+        for index in self.live:
+            self.values[index] = self.evaluate(index, nodes[index])
+            yield index
+            for i in (index, *nodes[index].inputs):
+                if self._last_use.get(i, index) == index:
+                    self.values.pop(i, None)
 
     def evaluate(self, index: int, node: Node) -> Any:
         inputs = [self.values[i] for i in node.inputs]

@@ -9,12 +9,13 @@ import torch
 from jetgraph.graph import PrecisionGraph
 from jetgraph.interpret import InterpretError, interpret
 from jetgraph.trainer import CapturedStep
+from jetgraph.whole import leaves_of
 
 
 @torch.no_grad()
 def replay_step(model: torch.nn.Module, step: CapturedStep) -> PrecisionGraph:
     """The step's graph with ``meta["replay"]``: which values came out equal.  A failure is recorded, never raised."""
-    leaves = {**step.inputs, **dict(model.named_buffers()), **dict(model.named_parameters())}
+    leaves = {**step.inputs, **leaves_of(step.graph, model)}
     cases: list[str] = []
     passed = True
     try:

@@ -30,6 +30,7 @@ from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import F32
 from jetgraph.record import Op, Ref, evaluate_size, references
 from jetgraph.versions import versions
+from jetgraph.whole import is_sharded, leaves_of
 
 CAPTURE_LENGTH = 53
 """Tokens in a capture by default: a number that no dimension of a model has, which makes records easy to read."""
@@ -63,6 +64,7 @@ def capture_step(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     backward: bool = True,
+    grad_mode: bool | None = None,
 ) -> CapturedStep:
     """Record and lift one step on ``input_ids`` [B, S]; the graph does not depend on B and S.
 
@@ -73,8 +75,12 @@ def capture_step(
     The step's loss is Σ d_logprob · logprob with a fixed, non-uniform d_logprob, so that every token's gradient counts
     (padding excepted).  Gradients that the model held before are kept.
 
+    Without ``backward`` the forward is the one that runs under ``no_grad``, or, with ``grad_mode``, the one that a
+    training step runs.  Under FSDP2 every rank must call this; sharded parameters appear as the forward reads them,
+    and only the forward is captured.
+
     Raises:
-        ValueError: fewer than two tokens in all, or shapes that differ.
+        ValueError: fewer than two tokens in all, shapes that differ, or a backward over sharded parameters.
     """
     model = compiled.model
     if input_ids is None:
@@ -99,11 +105,13 @@ def capture_step(
     options = {} if attention_mask is None else {"attention_mask": attention_mask}
     sequences = Sequences.of(inputs["positions"], real)
     held = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if backward and any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError("gradients of an FSDP2 model are sharded and reduced outside the graph: use backward=False")
     model.zero_grad(set_to_none=True)
-    run = model if backward else torch.no_grad()(model)
+    grad_mode = backward if grad_mode is None else grad_mode
     try:
-        with recording(model, inputs) as recorder:
-            logits = run(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False, **options).logits
+        with torch.set_grad_enabled(grad_mode), recording(model, inputs) as recorder:
+            logits = model(input_ids=input_ids, position_ids=inputs["positions"], use_cache=False, **options).logits
             logprob = token_logprobs(logits, inputs["targets"])
             recorder.step.results |= {"logits": recorder.name_of(logits), "logprob": recorder.name_of(logprob)}
             if backward:
@@ -233,7 +241,7 @@ def _state_reasons(builder: TermBuilder, compiled: Compiled) -> None:
 
 def _meta(graph: PrecisionGraph, compiled: Compiled, lifter: Lifter) -> dict[str, Any]:
     model = compiled.model
-    tensors: dict[str, Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    tensors = leaves_of(graph, model)
     used = {str(n.attr("name")) for n in graph.nodes if n.op == "parameter"}
     return {
         "side": "train",
