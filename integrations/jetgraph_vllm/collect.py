@@ -26,16 +26,14 @@ def collect(
     *,
     with_values: bool,
 ) -> EngineCapture:
-    """``engine`` is a `jetgraph_vllm.engine.Engine`; ``bodies`` and ``heads`` are the graphs it compiled."""
-    from jetgraph_vllm.engine import read_config
-
+    """``engine`` is a `jetgraph_vllm.engine.Engine`, or has its live parts; ``bodies`` and ``heads`` are the graphs it compiled."""
     model = engine.model
     if len(bodies) != 1:
         raise RuntimeError(f"the engine compiled {len(bodies)} body graphs, expected exactly one without graph breaks")
     tensors, aliases, names = live_tensors(model)
     return EngineCapture(
         model=str(engine.model_dir),
-        config=read_config(engine.model_dir),
+        config=engine.checkpoint_config,
         body=capture.describe_graph(bodies[0], names),
         heads=[capture.describe_graph(head, names) for head in heads],
         attention=attention_attributes(model),

@@ -131,6 +131,11 @@ class Engine:
         return self.runner.get_model()
 
     @property
+    def checkpoint_config(self) -> dict[str, Any]:
+        """The folder's ``config.json``, with the precision that it declares."""
+        return read_config(self.model_dir)
+
+    @property
     def config(self) -> Any:
         return self.llm.llm_engine.vllm_config
 
@@ -145,6 +150,8 @@ class Engine:
         seeds: Sequence[int] | None = None,
         prompt_logprobs: bool = False,
         stop_token_ids: Sequence[int] = (),
+        top_k: int = 0,
+        top_p: float = 1.0,
     ) -> list[Completion]:
         """Run all prompts together.  Without ``stop_token_ids`` each completion has exactly its ``max_tokens``."""
         from vllm import SamplingParams
@@ -158,6 +165,8 @@ class Engine:
         sampling = [
             SamplingParams(
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
                 seed=None if seeds is None else seeds[i],
                 max_tokens=limits[i],
                 ignore_eos=True,

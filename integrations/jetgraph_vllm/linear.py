@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -48,6 +49,7 @@ class Fp8BlockLinearMethod(LinearMethodBase):
         self.scales = PartLoader(self.parts, "weight_scale_inv", num_groups, torch.float32, scales=True)
         codes = torch.zeros(num_rows, num_in, dtype=torch.float8_e4m3fn)
         scale = torch.full((num_scale_rows, num_groups), torch.nan, dtype=torch.float32)  # a hole stays loud
+        self.weights.synced = starts_without_weights()
         add_parameter(layer, "weight", codes, self.weights)
         add_parameter(layer, "weight_scale_inv", scale, self.scales)
 
@@ -96,6 +98,7 @@ class RowTileLinearMethod(LinearMethodBase):
         self.parts = lay_out(self.part_names, output_partition_sizes, 1)
         self.weights = PartLoader(self.parts, "weight", input_size, torch.bfloat16, scales=False)
         weight = torch.zeros(self.parts[-1].rows[1], input_size, dtype=torch.bfloat16)
+        self.weights.synced = starts_without_weights()
         add_parameter(layer, "weight", weight, self.weights)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -121,6 +124,12 @@ class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.ops.jetgraph.row_tile_gemm(x, layer.weight, bias)
+
+
+def starts_without_weights() -> bool:
+    """``load_format="dummy"``: a trainer will send the weights, and nothing may be generated before it has."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.load_config.load_format == "dummy"
 
 
 def add_parameter(layer: torch.nn.Module, name: str, data: Tensor, loader: PartLoader) -> None:

@@ -55,8 +55,10 @@ class PartLoader:
     """vLLM's weight loader of one parameter: puts every part in its rows, checks it, counts it.
 
     ``place`` is what goes to ``parameter.weight_loader``; vLLM calls it with the shard ("q", "k", "v" or 0, 1) of a
-    merged module and without one elsewhere.
+    merged module and without one elsewhere.  ``synced``: no checkpoint is loaded, weight sync brings the weights.
     """
+
+    synced = False
 
     def __init__(self, parts: tuple[Part, ...], suffix: str, num_cols: int, dtype: torch.dtype, scales: bool) -> None:
         self.parts = parts
@@ -103,7 +105,9 @@ class PartLoader:
 
 
 def check_loaded(weights: PartLoader) -> None:
-    """Every part came with the checkpoint."""
+    """Every part came with the checkpoint, if one was loaded."""
+    if weights.synced and not any(weights.loads):
+        return
     for part, num_loads in zip(weights.parts, weights.loads, strict=True):
         if not num_loads:
             raise ValueError(f"{part.name}.{weights.suffix} is not in the checkpoint: export it again")

@@ -120,13 +120,33 @@ class LiveWeights:
         self.llm.wake_up()
 
 
-class VllmStore:
-    """`jetgraph.sync.WeightStore` over the model of one worker in this process."""
+class ModelStore:
+    """`jetgraph.sync.WeightStore` over a worker's model, for a caller who has stopped the engine and empties its cache.
 
-    def __init__(self, core: Any, model: torch.nn.Module) -> None:
-        self.core = core
+    A worker in a process of its own cannot reach the scheduler, whose business both are.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.slots, self.aliases = slots_of(model)
+
+    def stop(self) -> None:
+        """Nothing to do: an executor runs one call at a time, so no batch is in flight during an update."""
+
+    def refresh(self) -> None:
+        """Our methods keep images of their weights; stock ones that `slots_of` accepts keep nothing."""
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if type(method).__module__.startswith("jetgraph_vllm."):
+                method.process_weights_after_loading(module)
+
+
+class VllmStore(ModelStore):
+    """The model of one worker in this process, whose scheduler is at hand."""
+
+    def __init__(self, core: Any, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.core = core
 
     def stop(self) -> None:
         """No batch in flight, and no KV entry of the old weights that anyone can read again."""
@@ -137,13 +157,6 @@ class VllmStore:
         if not self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise SyncRefused("the prefix cache, or a KV connector, could not be reset and would serve the old weights")
         self.core.reset_encoder_cache()
-
-    def refresh(self) -> None:
-        """Our methods keep images of their weights; stock ones that `slots_of` accepts keep nothing."""
-        for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
-            if type(method).__module__.startswith("jetgraph_vllm."):
-                method.process_weights_after_loading(module)
 
 
 def guard_sleep(executor: Any, receiver: Receiver, rest: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,123 @@
+"""VeRL's synchronous trainer with the gate before step 1, verified values after every sync, and mismatch metrics."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+import ray
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from jetgraph.admission import Enforcement, admit, load_waivers
+from jetgraph.mismatch import Alarms
+from jetgraph_verl import metrics as mismatch_metrics
+from jetgraph_verl.options import Options, limits
+from jetgraph_verl.rollout import sync_report_path
+from jetgraph_verl.worker import JetgraphWorker
+
+ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy)
+
+
+class JetgraphTrainer(PPOTrainerSync):
+    """The run's options are those that `jetgraph_verl.options.prepare` left in its configuration."""
+
+    @property
+    def options(self) -> Options:
+        return Options.of(self.config.actor_rollout_ref)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.options.folder)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            if role in ROLES:
+                self.role_worker_mapping[role] = ray.remote(JetgraphWorker)
+
+    def on_init_end(self) -> None:
+        """Weights are in the engine for the first time: now both sides can be captured as they will run.
+
+        Raises:
+            NotAdmitted: the run stops here, before its first step.
+        """
+        super().on_init_end()
+        self._check_sync()
+        if self.options.enforcement != Enforcement.OFF:
+            self._admit()
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._pending_sync_metrics = self._check_sync()
+        if self.options.enforcement == Enforcement.ALWAYS:
+            self._admit()
+
+    def _admit(self) -> None:
+        """Capture both live sides and verify them; see `jetgraph.admission.admit`."""
+        train, infer = self.folder / "train.json", self.folder / "infer.json"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replicas = self.llm_server_manager.get_replicas()
+        self.actor_rollout_wg.capture_training_graph(str(train))
+        ray.get(replicas[0].servers[0].capture_rollout_graph.remote(str(infer)))
+        options = self.options
+        waivers = () if options.waivers is None else load_waivers(options.waivers)
+        admission = admit(
+            train,
+            infer,
+            self.folder,
+            enforcement=options.enforcement,
+            waivers=waivers,
+            version=self.global_steps,
+        )
+        for line in admission.lines():
+            print(f"jetgraph: {line}", flush=True)
+
+    def _check_sync(self) -> dict[str, float]:
+        """What the last sync reported, for the log.
+
+        Raises:
+            RuntimeError: a replica has no report of this version, or two replicas serve different bytes.
+        """
+        reports = []
+        for replica in range(len(self.llm_server_manager.get_replicas())):
+            path = sync_report_path(self.folder, self.global_steps, replica)
+            if not path.is_file():
+                raise RuntimeError(
+                    f"rollout replica {replica} never reported version {self.global_steps} ({path}): the weights that "
+                    "it serves are not those of this step"
+                )
+            reports.append(json.loads(path.read_text()))
+        if len({report["served"] for report in reports}) != 1:
+            raise RuntimeError(f"rollout replicas serve different bytes as version {self.global_steps}")
+        return mismatch_metrics.of_sync(reports)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        actor = self.config.actor_rollout_ref.actor
+        found = mismatch_metrics.of_batch(
+            data.to_padded_tensor(),
+            [int(tag["min_global_steps"]) for tag in batch.tags],
+            self.global_steps - 1,
+            (float(actor.clip_ratio_low), float(actor.clip_ratio_high)),
+        )
+        alarms = self._alarms.observe(found)
+        for alarm in alarms:
+            print(f"jetgraph: ALARM at step {self.global_steps}: {alarm}", flush=True)
+        metrics.update(found.scalars() | {"jetgraph/alarms": float(len(alarms))})
+        return batch
+
+    @cached_property
+    def _alarms(self) -> Alarms:
+        return Alarms(limits(self.options.baseline))
+
+
+def install() -> None:
+    """In this process VeRL's trainer for the mode "sync" is `JetgraphTrainer`."""
+    trainer_base.TRAINER_REGISTRY["sync"] = JetgraphTrainer

@@ -1,0 +1,111 @@
+"""The gate in front of step 1: CONTAINED goes through, anything else stops the run with its counterexample."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from jetgraph.admission.manifest import RunManifest
+from jetgraph.admission.waivers import Waiver, apply_waivers
+from jetgraph.verify import Fault, Result, verify
+from jetgraph.verify.source import Source
+
+CERTIFICATE, REPORT = "certificate.json", "counterexample.txt"
+
+
+class Enforcement(str, Enum):
+    """When two graphs are captured and verified, and whether a run without containment stops."""
+
+    OFF = "off"
+    """nothing is captured"""
+    WARN = "warn"
+    """before step 1; the run goes on and says so"""
+    START = "start"
+    """before step 1; the run stops"""
+    ALWAYS = "always"
+    """before step 1 and after every weight sync; the run stops"""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class NotAdmitted(RuntimeError):
+    """The run may not go on: the message is the verdict, the counterexample and where both graphs lie."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was decided, and on what.  ``left`` are the faults that no waiver covers; they are empty unless WARN."""
+
+    result: Result
+    manifest: RunManifest
+    waived: tuple[Waiver, ...]
+    left: tuple[Fault, ...]
+    void: tuple[str, ...]
+    """What changed since the folder's earlier start: why its certificate does not count for this one."""
+
+    def lines(self) -> list[str]:
+        """What a run prints when it starts."""
+        told = [self.result.headline()]
+        if self.void:
+            told.append("the certificate of the earlier start is void: " + "; ".join(self.void))
+        told += [f"waived: {waiver}" for waiver in self.waived]
+        if self.left:
+            told.append(f"NOT ENFORCED: the run goes on with {len(self.left)} faults that no waiver covers")
+        return told
+
+
+def admit(
+    train: Path,
+    infer: Path,
+    folder: Path,
+    *,
+    enforcement: Enforcement | str = Enforcement.START,
+    waivers: Sequence[Waiver] = (),
+    version: int = 0,
+    now: datetime.datetime | None = None,
+) -> Admission:
+    """Verify two captured graph files and decide; the certificate and the manifest go to ``folder``.
+
+    Args:
+        train, infer: graph files of the live trainer and the live engine.
+        folder: the run's; an earlier manifest in it is compared with this start and then replaced.
+        version: the weight version on which both graphs were captured.
+
+    Raises:
+        NotAdmitted: VIOLATED or UNKNOWN, with a fault that no valid waiver covers, and enforcement is not WARN.
+        GraphError: a file is no graph of its side.
+        ManifestError: the folder holds a manifest that cannot be read.
+    """
+    enforcement = Enforcement(enforcement)
+    if enforcement is Enforcement.OFF:
+        raise ValueError("enforcement 'off' captures nothing, so there is nothing to admit")
+    now = now or datetime.datetime.now(datetime.UTC)
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = RunManifest.load(folder)
+    sources = Source.load(train, "train"), Source.load(infer, "infer")
+    result = verify(*sources)
+    left, used, expired = apply_waivers(result.faults, waivers, now.date())
+    manifest = RunManifest.of(*sources, result, tuple(map(str, used)), version, now.isoformat(timespec="seconds"))
+    void = tuple(earlier.changes(manifest)) if earlier else ()
+    for stale in (folder / CERTIFICATE, folder / REPORT):
+        stale.unlink(missing_ok=True)  # of the earlier start
+    if result.certificate is not None:
+        result.certificate.save(folder / CERTIFICATE)
+    else:
+        (folder / REPORT).write_text(result.text())
+    if left and enforcement is not Enforcement.WARN:
+        raise NotAdmitted(_refusal(result, left, expired, train, infer))
+    manifest.save(folder)
+    return Admission(result, manifest, tuple(used), tuple(left), void)
+
+
+def _refusal(result: Result, left: list[Fault], expired: list[Waiver], train: Path, infer: Path) -> str:
+    lines = [f"this run may not start: {len(left)} faults stand between training and rollout.", result.text().rstrip()]
+    lines += [f"expired: {waiver}" for waiver in expired]
+    lines.append(f"both graphs: {train} and {infer}; `jetgraph show {train} {infer}` draws them")
+    lines.append("a waiver names rule and node; enforcement 'warn' lets the run go on without one")
+    return "\n".join(lines)
