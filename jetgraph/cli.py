@@ -294,23 +294,58 @@ def policy_show(
 
 @app.command()
 def diverge(
-    model: Model,
+    train: Annotated[Path, typer.Argument(help="the training graph, or a model folder")],
+    infer: Annotated[Path | None, typer.Argument(help="the rollout graph (not with a model folder)")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="with graphs: the folder of the BF16 weights to run them on")
+    ] = None,
+    served: Annotated[
+        Path | None, typer.Option(help="with graphs: the checkpoint that the engine loads; else it quantises MODEL's")
+    ] = None,
+    ids: Annotated[
+        str | None, typer.Option(help="the prompt: token ids 1,2,3 or a JSON file; else a fixed one")
+    ] = None,
+    every: Annotated[bool, typer.Option("--every", help="list every root difference, not only the first")] = False,
+    device: Annotated[str, typer.Option(help="where graphs are run: the kind that they were captured on")] = "cpu",
     policy: PolicyName = "jet",
-    engine: Annotated[str, typer.Option(help="the rollout engine")] = "vllm",
-    stock: Annotated[bool, typer.Option(help="the engine as it is, and torch's own kernels")] = False,
-    tokens: Annotated[int, typer.Option(help="tokens to sample per prompt")] = 32,
-    work: Annotated[Path, typer.Option(help="where checkpoints go")] = Path("out"),
+    engine: Annotated[str, typer.Option(help="with a model folder: the rollout engine")] = "vllm",
+    stock: Annotated[bool, typer.Option(help="with a model folder: engine as it is, torch's own kernels")] = False,
+    tokens: Annotated[int, typer.Option(help="with a model folder: tokens to sample per prompt")] = 32,
+    work: Annotated[Path, typer.Option(help="with a model folder: where graphs and checkpoints go")] = Path("out"),
+    json: Annotated[bool, typer.Option("--json", help="for machines (docs/diverge.md says what it holds)")] = False,
 ) -> None:
-    """Sample from the engine and compare its own logprobs with training's forward, token by token."""
-    from jetgraph.modes import Mode, Side, demo_prompts, run_modes
+    """Name the first edge whose bits differ between training and rollout, and the violation that explains it.
 
-    with errors_in_one_sentence():
-        mode = Mode(policy, Side(policy, stock), Side(policy, stock))
-        prompts = demo_prompts(_existing(model))
-        (report,) = run_modes(model, [mode], prompts, work, engine=engine, max_tokens=tokens, say=say)
-        m = report.mismatch
-        out.print(f"{m.num_tokens} tokens: mean |Δlogprob| {m.mean:.3g}, max {m.max:.3g}, exactly 0 on "
-                  f"{m.num_exact} ({m.fraction_exact:.1%}), k3 {m.k3:.3g}", markup=False)  # fmt: skip
+    Two graphs are run beside each other on the same prompt and weights.  With a model folder, a live engine samples,
+    training scores its tokens, and the first linear that reads or returns other bits is named too.  Exit status 0
+    nothing differs, 1 something does, 2 error, 3 something could not be run.
+    """
+    from jetgraph.first_difference import CannotRun, Findings, between_files, in_live_engine, read_ids
+    from jetgraph.pair import check_model_folder
+
+    try:
+        with errors_in_one_sentence():
+            prompt = None if ids is None else read_ids(ids)
+            if train.is_dir():
+                if infer is not None:
+                    raise ValueError("give either a model folder or two graph files")
+                check_model_folder(train)
+                options = {"stock": stock, "max_tokens": tokens, "every": every, "device": device}
+                found = in_live_engine(train, policy, engine, work, prompt=prompt, say=say, **options)
+            elif infer is None:
+                raise ValueError(f"{_existing(train)} is not a model folder; give the rollout's graph too")
+            elif model is None:
+                raise ValueError("graphs hold no weights: give the folder that they were captured on with --model")
+            else:
+                check_model_folder(_existing(model))
+                found = Findings(
+                    between_files(train, infer, model, served=served, ids=prompt, every=every, device=device)
+                )
+            out.print(dumps(found.to_plain(), indent=2, ensure_ascii=False) if json else found.text(), markup=False)
+    except CannotRun as reason:
+        err.print(f"unknown: {reason}", markup=False)
+        raise typer.Exit(3) from reason
+    raise typer.Exit(found.exit_status)
 
 
 @app.command()

@@ -16,3 +16,9 @@ def tensor_digest(*tensors: Tensor) -> str:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def row_digests(x: Tensor) -> list[str]:
+    """A digest of each token's numbers in x [T, C]: of the row in FP32, so BF16 and FP32 of equal numbers agree."""
+    rows = x.detach().float().contiguous().cpu().numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]

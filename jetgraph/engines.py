@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 from jetgraph.attest import Attestation
 from jetgraph.audit import Audit
+from jetgraph.diverge import Recording
 from jetgraph.policy import Policy, PolicyError
+from jetgraph.sampling import RAW, Sampling
 from jetgraph.scoring import Rollout
 
 GROUP = "jetgraph.engines"
@@ -60,7 +62,8 @@ class RolloutPlan:
     """What an engine is to generate.
 
     ``tokens`` and ``sequences`` limit each step of its scheduler: small limits force chunked prefill and steps that mix
-    prefill with decode.  ``one_at_a_time`` sends a request only when the one before is done.
+    prefill with decode.  ``one_at_a_time`` sends a request only when the one before is done.  ``logprobs`` says
+    of which distribution the tokens' logprobs are; see `jetgraph.sampling.Sampling`.
     """
 
     name: str
@@ -72,6 +75,13 @@ class RolloutPlan:
     sequences: int | None = None
     one_at_a_time: bool = False
     prompt_logprobs: bool = True
+    top_k: int = 0
+    top_p: float = 1.0
+    logprobs: str = RAW
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,26 @@ class RolloutEngine(Protocol):
         *,
         graph: Path | None = None,
         plans: Sequence[RolloutPlan] = (),
+        options: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = print,
     ) -> EngineRun:
-        """Start the engine on ``model_dir``, write the graph it executes to ``graph``, generate ``plans``, stop."""
+        """Start the engine on ``model_dir``, write the graph it executes to ``graph``, generate ``plans``, stop.
+
+        ``options`` are the engine's own settings, besides those that the plans need.
+        """
+        ...
+
+    def record(
+        self,
+        model_dir: Path,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int = 1,
+        tokens: int | None = None,
+        say: Callable[[str], None] = print,
+    ) -> Recording:
+        """Run one request alone, in steps of at most ``tokens``, and digest what its linears read and return."""
         ...
 
     def attest(self, *, say: Callable[[str], None] = print) -> Attestation:

@@ -308,12 +308,15 @@ class Run:
         scale = self.graph.nodes[node.inputs[1]].type.precision.scale
         assert scale is not None
         rows, cols = scale.granularity.rows or 0, scale.granularity.cols or 0
-        if contraction == "nt":
-            return reference.fp8_gemm(*a, *b, rows, cols)
         across = Quantized(b.codes.t(), b.scales.t())
-        if contraction == "nn":
-            return reference.fp8_gemm(*a, *across, cols, rows)
-        return reference.fp8_gemm(a.codes.t(), a.scales.t(), *across, cols, rows)
+        try:
+            if contraction == "nt":
+                return reference.fp8_gemm(*a, *b, rows, cols)
+            if contraction == "nn":
+                return reference.fp8_gemm(*a, *across, cols, rows)
+            return reference.fp8_gemm(a.codes.t(), a.scales.t(), *across, cols, rows)
+        except ValueError as error:
+            raise InterpretError(f"gemm of {node.fqn}: {error}") from error
 
     def _row_parallel_gemm(self, node: Node, a: Tensor | Quantized, b: Tensor | Quantized) -> Tensor:
         parts, wire = int(node.attr("parts")), DTYPES[Format(str(node.attr("wire")))]  # type: ignore[arg-type]

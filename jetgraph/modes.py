@@ -1,6 +1,6 @@
 """Train–rollout pairs as people run them, measured the same way: sample from the engine, score with training's forward.
 
-Used by `jetgraph diverge` and by the demo's three-mode table.
+Used by `jetgraph diverge` (`jetgraph.first_difference`) and by the demo's three-mode table.
 """
 
 from __future__ import annotations

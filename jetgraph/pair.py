@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,17 @@ class TrainerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """What the trainer's process reports: where its graph is, how long compiling took, mismatch per rollout plan."""
+    """What the trainer's process reports: where its graph is, how long compiling took, mismatch per rollout plan.
+
+    ``logprobs`` are the trainer's of the sampled tokens, per rollout plan and request.
+    """
 
     graph: Path | None
     compile_seconds: float
     num_compiles: int
     saved: dict[str, Any] = field(default_factory=dict)
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
+    logprobs: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 def run_trainer(
@@ -48,9 +52,10 @@ def run_trainer(
     graph: Path | None = None,
     rollouts: dict[str, Sequence[Rollout]] | None = None,
     backward: bool = True,
+    device: str = "cpu",
     say: Say = print,
 ) -> TrainerRun:
-    """Compile, capture one step (without gradients if not ``backward``) to ``graph`` and score ``rollouts``.
+    """Compile on ``device``, capture one step (without gradients if not ``backward``) to ``graph``, score ``rollouts``.
 
     All of it in a process of its own.
     """
@@ -66,6 +71,7 @@ def run_trainer(
             "provider": provider,
             "graph": str(graph) if graph else None,
             "backward": backward,
+            "device": device,
             "rollouts": {name: [asdict(r) for r in items] for name, items in (rollouts or {}).items()},
             "results": str(results),
         }
@@ -87,7 +93,7 @@ def run_trainer(
             raise TrainerFailed(said[-1] if said else "the trainer failed; its last lines:\n" + "\n".join(lines))
         data = json.loads(results.read_text())
     mismatches = {name: Mismatch(**values) for name, values in data["mismatches"].items()}
-    return TrainerRun(graph, data["compile_seconds"], data["num_compiles"], data["saved"], mismatches)
+    return TrainerRun(graph, data["compile_seconds"], data["num_compiles"], data["saved"], mismatches, data["logprobs"])
 
 
 def run_engine(
@@ -99,20 +105,28 @@ def run_engine(
     stock: bool = False,
     graph: Path | None = None,
     plans: Sequence[RolloutPlan] = (),
+    options: Mapping[str, Any] | None = None,
     say: Say = print,
 ) -> EngineRun:
-    """Export ``model_dir`` for the rollout of ``policy`` and run the engine; ``stock`` runs the folder as it is."""
+    """Export ``model_dir`` for the rollout of ``policy`` and run the engine; ``stock`` runs the folder as it is.
+
+    ``options`` are the engine's own settings, besides those that the plans need.
+    """
     integration = get_engine(engine)
     get_policy(policy)
     check_model_folder(model_dir)
     if stock:
         folder = model_dir
     else:
-        chosen = get_policy(policy)
-        folder = work / f"exported-{chosen.file_stem}"
+        chosen, folder = get_policy(policy), exported_folder(work, policy)
         say(f"exporting the {chosen.name} checkpoint")  # always: the folder may hold another model, or older weights
         export_checkpoint(model_dir, folder, chosen)
-    return integration.run(folder, graph=graph, plans=plans, say=say)
+    return integration.run(folder, graph=graph, plans=plans, options=options, say=say)
+
+
+def exported_folder(work: Path, policy: str) -> Path:
+    """Where `run_engine` puts the checkpoint that an engine of ours serves."""
+    return work / f"exported-{get_policy(policy).file_stem}"
 
 
 def verify_model(

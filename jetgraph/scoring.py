@@ -7,25 +7,32 @@ exactly 0, and the k3 estimate of the KL divergence.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from jetgraph.trainer import token_logprobs
+from jetgraph.sampling import Sampling, require_alike, sampled_logprobs
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One finished request: prompt and sampled token ids, and the engine's own logprob of each sampled token.
 
-    ``prompt_logprobs`` are of prompt[1:], if the engine returned them.
+    ``prompt_logprobs`` are of prompt[1:], if the engine returned them; they are always of the raw logits, also where
+    ``sampling`` says that those of the tokens are of the processed ones.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     prompt_logprobs: tuple[float, ...] | None = None
+    sampling: Sampling = Sampling()
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Rollout:
+        return cls(**{**data, "sampling": Sampling.from_plain(data.get("sampling", {}))})
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,17 @@ class Mismatch:
         return self.num_exact / self.num_tokens if self.num_tokens else 0.0
 
 
-Scores = dict[tuple[int, ...], list[float]]
-"""Trainer logprobs of ids[1:] by token ids: one sequence that several rollouts share is scored once."""
+Scores = dict[tuple[tuple[int, ...], Sampling], tuple[list[float], list[float]]]
+"""Trainer logprobs of ids[1:], raw and as sampled, by token ids: what several rollouts share is scored once."""
 
 
 def mismatch(
-    model: torch.nn.Module, rollouts: Sequence[Rollout], *, gradients: bool = True, scores: Scores | None = None
+    model: torch.nn.Module,
+    rollouts: Sequence[Rollout],
+    *,
+    gradients: bool = True,
+    scores: Scores | None = None,
+    trainer: Sampling | None = None,
 ) -> Mismatch:
     """Score every token that has an engine logprob with one training forward per distinct sequence.
 
@@ -56,11 +68,16 @@ def mismatch(
         model: a compiled (or plain) causal LM.
         gradients: run the forward that a training step runs; False runs it under `no_grad`.
         scores: kept between calls, if given.
+        trainer: of which distribution the trainer's own loss takes logprobs; by default of the one that each rollout
+            reports.
 
     Raises:
         ValueError: an engine logprob is positive or not finite.
+        UnlikeLogprobs: ``trainer`` is another distribution than a rollout reports (JG020).
     """
     scores = {} if scores is None else scores
+    for rollout in rollouts if trainer is not None else ():
+        require_alike(trainer, rollout.sampling)
     pairs = [pair for rollout in rollouts for pair in _pairs(model, rollout, gradients, scores)]
     for engine, _ in pairs:
         if not engine <= 0.0 or math.isinf(engine):
@@ -80,15 +97,32 @@ def mismatch(
 
 def _pairs(model: torch.nn.Module, rollout: Rollout, gradients: bool, scores: Scores) -> list[tuple[float, float]]:
     """(engine, trainer) logprob of each token for which the engine returned one."""
-    sequence = (*rollout.prompt, *rollout.tokens)
-    if sequence not in scores:
-        ids = torch.tensor([sequence])
-        with torch.set_grad_enabled(gradients):
-            logits = model(input_ids=ids, use_cache=False).logits
-        scores[sequence] = token_logprobs(logits.detach()[:, :-1], ids[:, 1:])[0].tolist()
-    trainer = scores[sequence]
+    key = (*rollout.prompt, *rollout.tokens), rollout.sampling
+    if key not in scores:
+        scores[key] = score(model, *key, gradients=gradients)
+    raw, sampled = scores[key]
     start = len(rollout.prompt) - 1
-    pairs = list(zip(rollout.logprobs, trainer[start:], strict=True))
+    pairs = list(zip(rollout.logprobs, sampled[start:], strict=True))
     if rollout.prompt_logprobs is not None:
-        pairs += zip(rollout.prompt_logprobs, trainer[:start], strict=True)
+        pairs += zip(rollout.prompt_logprobs, raw[:start], strict=True)
     return pairs
+
+
+def sampled_scores(scores: Scores, rollout: Rollout) -> list[float]:
+    """The trainer's logprobs of ``rollout.tokens`` that `mismatch` left in ``scores``."""
+    _, sampled = scores[(*rollout.prompt, *rollout.tokens), rollout.sampling]
+    return sampled[len(rollout.prompt) - 1 :]
+
+
+def score(
+    model: torch.nn.Module, sequence: Sequence[int], sampling: Sampling, *, gradients: bool = True
+) -> tuple[list[float], list[float]]:
+    """The model's logprobs of sequence[1:]: of the raw logits, and of the distribution that ``sampling`` reports."""
+    ids = torch.tensor([sequence], device=next(model.parameters()).device)
+    with torch.set_grad_enabled(gradients):
+        logits = model(input_ids=ids, use_cache=False).logits
+    logits, targets = logits.detach()[:, :-1], ids[:, 1:]
+    raw = sampled_logprobs(logits, targets, Sampling())[0].tolist()
+    if sampling.reported == Sampling().reported:
+        return raw, raw
+    return raw, sampled_logprobs(logits, targets, sampling)[0].tolist()

@@ -20,7 +20,7 @@ from transformers.utils import logging
 import jetgraph
 from jetgraph.compiler import CompileError
 from jetgraph.replay import replay_step
-from jetgraph.scoring import Rollout, mismatch
+from jetgraph.scoring import Rollout, mismatch, sampled_scores
 from jetgraph.trainer import capture_step
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16).train()
+    model = AutoModelForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16).to(job["device"]).train()
     compiled = jetgraph.compile(model, job["policy"], provider=job["provider"]).jetgraph
     say(f"{type(model).__name__}, policy {job['policy']}, provider {job['provider']}")
     if job["graph"]:
@@ -49,11 +49,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             f"captured a step and replayed it: {len(graph.nodes)} nodes, {graph.num_edges} edges, "
             f"{time.perf_counter() - start:.0f} s"
         )
-    mismatches, scores = {}, {}
+    mismatches, logprobs, scores = {}, {}, {}
     for name, rollouts in job["rollouts"].items():
         start = time.perf_counter()
-        result = mismatch(model, [Rollout(**r) for r in rollouts], scores=scores)
+        sampled = [Rollout.from_plain(r) for r in rollouts]
+        result = mismatch(model, sampled, scores=scores)
         mismatches[name] = asdict(result)
+        logprobs[name] = [sampled_scores(scores, rollout) for rollout in sampled]
         say(f"scored {result.num_tokens} tokens of {name}: {time.perf_counter() - start:.0f} s")
     saved = compiled.saved()
     return {
@@ -64,6 +66,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "other": sum(t.bytes_per_token or 0 for t in saved if not t.quantized),
         },
         "mismatches": mismatches,
+        "logprobs": logprobs,
     }
 
 

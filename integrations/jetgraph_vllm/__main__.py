@@ -13,15 +13,18 @@ The job is a JSON object:
         {"name": "alone", "do": "generate", "one_at_a_time": true, "only": 6},
         {"name": "warm",  "do": "generate", "keep_prefix_cache": true},
         {"name": "raw",   "do": "capture", "path": "capture.pt"},
-        {"name": "graph", "do": "graph", "path": "infer.json"}]}
+        {"name": "graph", "do": "graph", "path": "infer.json"},
+        {"name": "live",  "do": "borders", "prompt": [1, 2, 3], "seed": 7, "max_tokens": 8}]}
 
 A ``generate`` step takes all prompts, or the first ``only`` ones, together unless ``one_at_a_time``; ``tokens`` and
-``sequences`` limit the engine's steps (absent: as built); ``temperature`` is 1 unless given; the prefix cache is
-emptied first unless ``keep_prefix_cache``.  A ``capture`` step writes an `EngineCapture`, without tensors if
-``"values": false``.  A ``graph`` step captures, lifts and replays: it writes the precision graph of what the engine
-executes, with the outcome of the replay gate in it.  ``prompts``, ``seeds`` and ``max_tokens`` may stand in a step too.
+``sequences`` limit the engine's steps (absent: as built); ``temperature`` is 1, ``top_k`` 0 and ``top_p`` 1 unless
+given; the prefix cache is emptied first unless ``keep_prefix_cache``.  A ``capture`` step writes an `EngineCapture`,
+without tensors if ``"values": false``.  A ``graph`` step captures, lifts and replays: it writes the precision graph of
+what the engine executes, with the outcome of the replay gate in it.  A ``borders`` step needs an eager engine: it runs
+one request and returns what `jetgraph.diverge.Recording` holds.  ``prompts``, ``seeds`` and ``max_tokens`` may stand in
+a step too.
 
-The results are ``{"engine": {"start_seconds"}, "steps": {name: {...}}}``; a generate step has
+The results are ``{"engine": {"start_seconds", "logprobs_mode"}, "steps": {name: {...}}}``; a generate step has
 ``completions`` (fields of `Completion`), ``num_steps``, ``num_mixed_steps``, ``num_preemptions``,
 ``rows`` (all token counts of a step that occurred) and ``seconds``.
 """
@@ -47,6 +50,8 @@ _STEP_KEYS = {
         "one_at_a_time",
         "only",
         "temperature",
+        "top_k",
+        "top_p",
         "keep_prefix_cache",
         "prompts",
         "seeds",
@@ -54,6 +59,7 @@ _STEP_KEYS = {
     },
     "capture": {"name", "do", "path", "values"},
     "graph": {"name", "do", "path"},
+    "borders": {"name", "do", "prompt", "seed", "max_tokens", "tokens"},
 }
 
 
@@ -83,17 +89,18 @@ def check_job(job: dict[str, Any]) -> None:
             raise ValueError(f"step {step['name']}: the job has no prompts, seeds and max_tokens")
 
 
-LONG = ("completions", "rows")
+LONG = ("completions", "rows", "prompt", "tokens", "logprobs", "steps", "digests")
 """Parts of an outcome that are not shown while it runs."""
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     engine = Engine(**job["engine"])
     say(f"engine started in {engine.start_seconds:.1f} s")
-    results: dict[str, Any] = {"engine": {"start_seconds": engine.start_seconds}, "steps": {}}
+    mode = str(engine.config.model_config.logprobs_mode)
+    results: dict[str, Any] = {"engine": {"start_seconds": engine.start_seconds, "logprobs_mode": mode}, "steps": {}}
     for step in job["steps"]:
         start = time.perf_counter()
-        run = {"generate": run_generate, "capture": run_capture, "graph": run_graph}[step["do"]]
+        run = {"generate": run_generate, "capture": run_capture, "graph": run_graph, "borders": run_borders}[step["do"]]
         outcome = run(engine, {**job, **step}, step)
         outcome["seconds"] = time.perf_counter() - start
         results["steps"][step["name"]] = outcome
@@ -117,6 +124,8 @@ def run_generate(engine: Engine, job: dict[str, Any], step: dict[str, Any]) -> d
             [job["prompts"][i] for i in group],
             max_tokens=max_tokens if isinstance(max_tokens, int) else [max_tokens[i] for i in group],
             temperature=step.get("temperature", 1.0),
+            top_k=step.get("top_k", 0),
+            top_p=step.get("top_p", 1.0),
             seeds=[job["seeds"][i] for i in group],
             prompt_logprobs=step.get("prompt_logprobs", False),
         )
@@ -158,6 +167,20 @@ def run_graph(engine: Engine, job: dict[str, Any], step: dict[str, Any]) -> dict
         "num_edges": lifted.num_edges,
         "replayed": f"{len(replay['cases'])} calls, {'all equal' if replay['passed'] else 'NOT EQUAL'}",
     }
+
+
+def run_borders(engine: Engine, job: dict[str, Any], step: dict[str, Any]) -> dict[str, Any]:
+    from jetgraph_vllm.borders import finish_recording, start_recording
+
+    engine.limits(step.get("tokens"))
+    engine.reset_prefix_cache()
+    engine.llm.apply_model(start_recording)
+    (completion,) = engine.generate(
+        [step["prompt"]], max_tokens=step["max_tokens"], seeds=[step["seed"]], prompt_logprobs=True
+    )
+    (found,) = engine.llm.apply_model(finish_recording)
+    logprobs = [*(completion.prompt_logprobs or ()), *completion.logprobs]
+    return {"prompt": completion.prompt, "tokens": completion.tokens, "logprobs": logprobs, **found}
 
 
 def gate_prompts() -> list[list[int]]:

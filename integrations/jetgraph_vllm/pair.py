@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jetgraph.attest import Attestation
 from jetgraph.audit import Audit
+from jetgraph.diverge import Recording
 from jetgraph.engines import EngineRun, RolloutPlan
 from jetgraph.policy import Policy
 from jetgraph.scoring import Rollout
@@ -37,15 +39,43 @@ class VllmEngine:
         *,
         graph: Path | None = None,
         plans: Sequence[RolloutPlan] = (),
+        options: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = print,
     ) -> EngineRun:
         with tempfile.TemporaryDirectory() as folder:
             job_file, results_file = Path(folder, "job.json"), Path(folder, "results.json")
-            job_file.write_text(json.dumps(self._job(model_dir, graph, plans, results_file)))
+            job = self._job(model_dir, graph, plans, results_file)
+            job["engine"] |= dict(options or {})
+            job_file.write_text(json.dumps(job))
             self._subprocess("jetgraph_vllm", job_file, say)
             results = json.loads(results_file.read_text())
-        rollouts = {plan.name: _rollouts(results["steps"][plan.name]) for plan in plans}
+        mode = results["engine"]["logprobs_mode"]  # what the live engine was set to
+        rollouts = {plan.name: _rollouts(results["steps"][plan.name], plan, mode) for plan in plans}
         return EngineRun(results["engine"]["start_seconds"], graph, rollouts)
+
+    def record(
+        self,
+        model_dir: Path,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int = 1,
+        tokens: int | None = None,
+        say: Callable[[str], None] = print,
+    ) -> Recording:
+        """As the protocol says, in an eager engine: hooks see what modules compute."""
+        step = {"name": "live", "do": "borders", "prompt": list(prompt), "seed": seed, "max_tokens": max_tokens}
+        options = {
+            "model_dir": str(model_dir),
+            "enforce_eager": True,
+            "max_model_len": max(512, len(prompt) + max_tokens + 1),
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            job_file, results_file = Path(folder, "job.json"), Path(folder, "results.json")
+            steps = [step | ({} if tokens is None else {"tokens": tokens})]
+            job_file.write_text(json.dumps({"engine": options, "results": str(results_file), "steps": steps}))
+            self._subprocess("jetgraph_vllm", job_file, say)
+            return Recording.from_plain(json.loads(results_file.read_text())["steps"]["live"])
 
     def attest(self, *, say: Callable[[str], None] = print) -> Attestation:
         with tempfile.TemporaryDirectory() as folder:
@@ -84,6 +114,8 @@ class VllmEngine:
                 "seeds": list(plan.seeds),
                 "max_tokens": plan.max_tokens,
                 "temperature": plan.temperature,
+                "top_k": plan.top_k,
+                "top_p": plan.top_p,
                 "tokens": plan.tokens,
                 "sequences": plan.sequences,
                 "one_at_a_time": plan.one_at_a_time,
@@ -97,6 +129,10 @@ class VllmEngine:
             "max_num_batched_tokens": max(widest, 256),  # vLLM profiles a step of this size at start-up
             "max_model_len": max(512, longest + 1),
         }
+        modes = sorted({plan.logprobs for plan in plans})
+        if len(modes) > 1:
+            raise ValueError(f"plans ask for {' and '.join(modes)}: an engine has one, run it once for each")
+        options |= {"logprobs_mode": modes[0]} if modes else {}
         return {"engine": options, "results": str(results), "steps": steps}
 
     def _subprocess(
@@ -121,13 +157,15 @@ class VllmEngine:
             raise EngineFailed("vLLM ended with an error; its last lines:\n" + "\n".join(lines))
 
 
-def _rollouts(step: dict[str, Any]) -> list[Rollout]:
+def _rollouts(step: dict[str, Any], plan: RolloutPlan, mode: str) -> list[Rollout]:
+    sampling = replace(plan.sampling, logprobs=mode)
     return [
         Rollout(
             tuple(c["prompt"]),
             tuple(c["tokens"]),
             tuple(c["logprobs"]),
             None if c["prompt_logprobs"] is None else tuple(c["prompt_logprobs"]),
+            sampling,
         )
         for c in step["completions"]
     ]

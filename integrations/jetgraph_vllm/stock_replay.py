@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetgraph.batch import ONE_SEQUENCE
 from jetgraph.graph import Node, PrecisionGraph
-from jetgraph.interpret import InterpretError, Quantized, _Run
+from jetgraph.interpret import InterpretError, Quantized, Run
 from jetgraph_vllm import capture
 from jetgraph_vllm import stock_facts as facts
 from jetgraph_vllm.lift_stock import lift_stock
@@ -178,7 +177,7 @@ def cutlass(a: Quantized, b: Quantized) -> Tensor:
     return out
 
 
-class _EngineRun(_Run):
+class _EngineRun(Run):
     """The interpreter on the engine's device, with the engine's kernels for the sums."""
 
     e8m0 = False
@@ -308,7 +307,7 @@ def _replay_step(
     outputs = ("logits", "logprob") if scored else ("logits",)
     graph = graph.restrict({name: graph.outputs[name] for name in outputs})
     targets = {"targets": step.token_ids[:, 0]} if step.token_ids is not None else {}
-    run = _EngineRun(graph, {**leaves, **step.inputs, **targets}, attend, ONE_SEQUENCE)
+    run = _EngineRun(graph, {**leaves, **step.inputs, **targets}, graph.outputs.values(), attend=attend)
     run.e8m0 = any(op.kwargs.get("use_deep_gemm_e8m0") is True for op in stock.ops)
     head = _head(graph)
     with torch.device(step.hidden.device):

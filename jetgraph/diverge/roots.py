@@ -8,9 +8,9 @@ second root is seen for itself and not as an echo of the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from jetgraph.diverge.values import Difference, difference
 from jetgraph.graph import Node, PrecisionGraph
-from jetgraph.interpret import Product, Quantized, Run
+from jetgraph.interpret import InterpretError, Quantized, Run, attention
 from jetgraph.ops import OPS
 from jetgraph.verify import Fault, Result, Verdict
+from jetgraph.verify.classify import stripped
 from jetgraph.verify.finder import find
 from jetgraph.verify.forward import Forward
 from jetgraph.verify.reduction import sequential
@@ -33,14 +34,19 @@ class Side:
     graph: PrecisionGraph
     leaves: Mapping[str, Tensor | Quantized]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the leaves lie, and so where the graph is run."""
+        return next((x.device for x in self.leaves.values() if isinstance(x, Tensor)), torch.device("cpu"))
+
 
 @dataclass(frozen=True)
 class Root:
     """A value that differs although everything it was computed from is equal.
 
-    ``infer`` and ``train`` are its nodes in the two graphs; ``consumer`` is the first node of the rollout that reads
-    it, so (infer, consumer) is the edge, None where the value is an output.  ``explained_by`` are the entries of the
-    verification report that are about this place.
+    ``infer`` and ``train`` are its nodes in the two graphs; ``consumer`` is the node of the rollout that reads it (the
+    one that an entry names, else the first), so (infer, consumer) is the edge; None where it is an output.
+    ``explained_by`` are the entries of the verification report that are about this place.
     """
 
     infer: int
@@ -72,25 +78,37 @@ def compare_graphs(train: Side, infer: Side, result: Result, *, every: bool = Fa
     """The first root, or ``every`` one.  ``result`` is `jetgraph.verify.verify` of the two graphs.
 
     Raises:
-        InterpretError: a node cannot be run, or a leaf has no value.
+        InterpretError: a node before the first root cannot be run, or a leaf has no value.
     """
     walk = _Walk(train, infer, result)
     found: list[Root] = []
-    for root in walk.roots():
-        found.append(root)
-        if not every:
-            break
-    unknown = (*_not_as_it_ran("train", train.graph), *_not_as_it_ran("infer", infer.graph), *walk.unknown)
-    return Comparison(train.graph, infer.graph, result.verdict, tuple(found), walk.num_compared, unknown)
+    unknown = [*not_as_it_ran("train", train), *not_as_it_ran("infer", infer)]
+    try:
+        with train.device:
+            for root in walk.roots():
+                found.append(root)
+                if not every:
+                    break
+            else:
+                unknown += walk.outputs_unseen()
+    except InterpretError as error:
+        if not found:
+            raise
+        unknown.append(f"behind the last root nothing could be run: {error}")
+    return Comparison(train.graph, infer.graph, result.verdict, tuple(found), walk.num_compared, tuple(unknown))
 
 
-def _not_as_it_ran(side: str, graph: PrecisionGraph) -> Iterator[str]:
+def not_as_it_ran(side: str, given: Side) -> Iterator[str]:
     """Why running this graph here may not give the bits of the run that it was captured from."""
-    replay = graph.meta.get("replay") or {}
+    captured = given.graph.meta.get("device") or "cpu"
+    if captured != given.device.type:
+        yield f"{side}: captured on {captured} and run on {given.device.type}, whose sums may be added in another order"
+    replay = given.graph.meta.get("replay") or {}
     if replay.get("passed") is not True:
         yield f"{side}: its replay {'failed' if replay.get('cases') else 'was never done'}, so running it proves little"
+    stand_in = "training's result was taken in its place" if side == "infer" else "another kernel ran in its place"
     for kernel in replay.get("injected", ()):
-        yield f"{side}: {kernel} cannot be run here; training's result was taken in its place"
+        yield f"{side}: {kernel} cannot be run here; {stand_in}"
 
 
 class _Walk:
@@ -100,7 +118,6 @@ class _Walk:
         self.phi = find(sequential(Forward(train.graph)), sequential(self.forward)).phi
         self.entries = _Entries(result, self.forward)
         self.images = _Images(train, [image for i in self.forward.live if (image := self.phi[i]) is not None])
-        self.unknown: list[str] = []
         self.num_compared = 0
         self.unseen: set[int] = set()
         """nodes whose value was not compared: their consumers answer for them"""
@@ -116,37 +133,67 @@ class _Walk:
             image = self.phi[attentions[index]]
             if node.kernel in injected and image is not None:
                 return self.images.value(image)
-            from jetgraph.interpret_attention import attention
-
             return attention(node, q, k, v)
 
         run = Run(graph, self.infer.leaves, self.forward.observables.values(), attend=attend)
         for index in run:
             image = self.phi[index]
-            value = run.values[index]
-            if image is None or not self._comparable(index, value, self.images.value(image)):
+            if image is None:
                 self.unseen.add(index)
                 continue
             expected = self.images.value(image)
-            self.num_compared += 1
-            found = difference(expected, value, self._precisions(index, image))
-            if found is None:
-                continue
-            echo = any(i in self.tainted for i in self._origins(index))
-            if not _replace(run, index, expected):
-                self.tainted.add(index)
-            if not echo:
-                consumer = next(iter(self.forward.users.get(index, ())), None)
-                yield Root(index, image, consumer, found, self.entries.about(index, image, self._origins(index)))
+            root = self._compare(run, index, image, expected)
+            self.images.done_with(image)
+            if root is not None:
+                yield root
+
+    def outputs_unseen(self) -> Iterator[str]:
+        """After a whole walk: outputs that no value of training's was held against, so nothing is known of them."""
+        names = [name for name, index in self.forward.observables.items() if index in self.unseen]
+        if names:
+            yield f"infer: {', '.join(names[:5])} could not be compared, training has no value of that place and shape"
+
+    def _compare(self, run: Run, index: int, image: int, expected: Any) -> Root | None:
+        value = run.values[index]
+        if not self._comparable(index, image, value, expected):
+            self.unseen.add(index)
+            return None
+        self.num_compared += 1
+        found = difference(expected, value, self._precisions(index, image))
+        if found is None:
+            return None
+        origins = self._origins(index)
+        if not _replace(run, index, expected):
+            self.tainted.add(index)
+        if not origins.isdisjoint(self.tainted):
+            return None
+        entries = self.entries.about(index, image, origins, self.unseen)
+        readers = self.forward.users.get(index, [])
+        named = {fault.infer for fault in entries}
+        consumer = next((r for r in readers if r in named), readers[0] if readers else None)
+        return Root(index, image, consumer, found, entries)
 
     def _precisions(self, index: int, image: int) -> tuple[Any, Any]:
         return self.train.graph.nodes[image].type.precision, self.infer.graph.nodes[index].type.precision
 
-    def _comparable(self, index: int, value: Any, expected: Any) -> bool:
-        """Not a GEMM that its kernel rounds later, and not a master that an engine does not have."""
-        if isinstance(value, (Product, tuple)) or isinstance(expected, (Product, tuple)):
+    def _comparable(self, index: int, image: int, value: Any, expected: Any) -> bool:
+        """Not a GEMM that its kernel rounds later, not a master that an engine lacks, and of one shape.
+
+        Where the finder assumed that a reader of this node should read another value of training's, the reader is at
+        fault and not this node: its core is another op.
+        """
+        graph = self.infer.graph
+        if not all(isinstance(x, (Tensor, Quantized)) for x in (value, expected)):
             return False
-        return not (OPS[self.infer.graph.nodes[index].op].leaf and isinstance(value, Quantized))
+        if OPS[graph.nodes[index].op].leaf and isinstance(value, Quantized):
+            return False
+        if _num_elements(value) != _num_elements(expected):
+            return False
+        cores = (
+            self.train.graph.nodes[stripped(self.train.graph, image)].op,
+            graph.nodes[stripped(graph, index)].op,
+        )
+        return cores[0] == cores[1] or any(self.phi[i] == image for i in graph.nodes[index].inputs)
 
     def _origins(self, index: int) -> set[int]:
         """What the node reads, seen through nodes that were not compared."""
@@ -161,35 +208,40 @@ class _Walk:
 
 
 def _replace(run: Run, index: int, expected: Any) -> bool:
-    """Whether training's value could take the place of the rollout's."""
+    """Whether training's value could take the place of the rollout's, in its format if need be."""
     value = run.values[index]
-    if isinstance(value, Quantized) != isinstance(expected, Quantized):
-        return False
-    if isinstance(value, Quantized):
-        if [x.shape for x in value] != [x.shape for x in expected]:
-            return False
-        run.values[index] = expected
-    else:
-        run.values[index] = expected.reshape(value.shape)
+    if isinstance(expected, Quantized):
+        fits = isinstance(value, Quantized) and [x.shape for x in value] == [x.shape for x in expected]
+        run.values[index] = expected if fits else value
+        return fits
+    run.values[index] = expected if isinstance(value, Quantized) else expected.reshape(value.shape)
     return True
+
+
+def _num_elements(x: Tensor | Quantized) -> int:
+    return (x.codes if isinstance(x, Quantized) else x).numel()
 
 
 class _Images:
     """Values of training's nodes, computed in order up to the one that is asked for and kept for as long as needed."""
 
-    def __init__(self, train: Side, images: list[int]) -> None:
-        self.wanted = set(images)
-        self.run = Run(train.graph, train.leaves, self.wanted)
+    def __init__(self, train: Side, images: Sequence[int]) -> None:
+        self.left = Counter(images)
+        self.run = Run(train.graph, train.leaves, self.left)
         self.steps = iter(self.run)
         self.kept: dict[int, Any] = {}
-        self.left = {image: images.count(image) for image in self.wanted} if len(images) < 1000 else _counts(images)
 
     def value(self, image: int) -> Any:
         while image not in self.kept:
             index = next(self.steps)
-            if index in self.wanted:
+            if index in self.left:
                 self.kept[index] = self.run.values[index]
         return self.kept[image]
+
+    def done_with(self, image: int) -> None:
+        self.left[image] -= 1
+        if not self.left[image]:
+            del self.kept[image]
 
 
 class _Entries:
@@ -199,11 +251,10 @@ class _Entries:
         self.faults = result.faults
         self.infer = infer
 
-    def about(self, index: int, image: int, origins: set[int]) -> tuple[Fault, ...]:
+    def about(self, index: int, image: int, origins: set[int], unseen: set[int]) -> tuple[Fault, ...]:
         """The nearest entries: at the node itself, at a node behind it that was not compared, by name, at a reader."""
-        nodes = self.infer.nodes
         readers = set(self.infer.users.get(index, ()))
-        hidden = {i for i in origins if not OPS[nodes[i].op].leaf}
+        hidden = origins & unseen
         names = {_parameter(self.infer.graph, i) for i in (index, *origins)} - {""}
         for places in (
             [f for f in self.faults if f.infer == index or (f.infer is None and f.train == image)],

@@ -6,6 +6,7 @@
 | ``shards`` | {parameter: [axis, parts]}: equal cuts of its rows (axis 0) or columns (1), one a rank | JG007 |
 | ``guards`` | texts of `guards`; the engine's must imply the trainer's | JG094 |
 | ``family`` | {when it serves: semantic digest}: every graph the engine compiled for this model | JG094 |
+| ``capture`` | {"logprobs_mode": …}: of which distribution the engine's logprobs are; training's are raw | JG020 |
 | ``state`` | {"version": …, "entries": {which KV entries: the version that wrote them}} | JG018 |
 
 All are integer or equality facts.  The checker does not read them: they can only take a verdict away, because what it
@@ -23,6 +24,7 @@ from jetgraph.verify.fault import Fault, at
 from jetgraph.verify.forward import Forward
 from jetgraph.verify.guards import uncovered
 
+RAW_LOGPROBS = "raw_logprobs"
 Detector = Callable[[Forward, Forward], Iterator[Fault]]
 
 
@@ -123,10 +125,20 @@ def _family(train: Forward, infer: Forward) -> Iterator[Fault]:
             yield Fault("JG094", "graph", serves, f"the verified graph {own[:12]}", f"another graph {str(digest)[:12]}")
 
 
+def _logprobs(train: Forward, infer: Forward) -> Iterator[Fault]:
+    """JG020: what is done to logits before their logprobs depends on each request, so no capture shows all of it."""
+    mode = _meta(infer, "capture").get("logprobs_mode", RAW_LOGPROBS)
+    if mode != RAW_LOGPROBS:
+        e = f"logprobs of the raw logits, {RAW_LOGPROBS!r}, as training's graph computes them"
+        g = f"{mode!r}, of what temperature, top-k and top-p make of them"
+        yield Fault("JG020", "logprobs_mode", "logprob", e, g)
+
+
 _DETECTORS: dict[str, Detector] = {
     "segments": _segments,
     "shards": _shards,
     "state": _versions,
+    "capture": _logprobs,
     "guards": _guards,
     "family": _family,
 }

@@ -269,7 +269,8 @@ _ROWS = [
         "observable chain",
         _V,
         _FIND,
-        "What is observed differs although the network agrees: head cast, soft cap, temperature, log-softmax, gather.",
+        "What is observed differs although the network agrees: head cast, soft cap, temperature, log-softmax, gather; "
+        "or the engine is set to return logprobs of what temperature, top-k and top-p make of the logits.",
         "The engine reports logprobs of temperature-scaled logits, the trainer of raw ones.",
         "make the observable {fqn} be {expected} in the engine",
         "3.8",

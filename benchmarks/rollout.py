@@ -1,0 +1,164 @@
+"""Tokens a second of rollouts, four arms taking turns:  python -m benchmarks.rollout [--json FILE]
+
+A random model of Qwen3-8B's sizes, random prompts of 256 tokens, sampled at temperature 1 to a fixed length, at batch
+1, 64 and 512.  Arms, each a warm process of its own (`benchmarks.arms`):
+
+- bf16: stock vLLM on the BF16 folder;
+- fp8: stock vLLM on the block-FP8 checkpoint that jetgraph exports, read without jetgraph;
+- jet: our plugin, its linears alone (``ops: stock``), the fastest form;
+- jet, batch-invariant: our plugin's exact operators, one result a row whatever the batch.
+
+A turn asks every arm the same, in an order that rotates; a figure is the median over turns, and ratios are medians of
+each turn's own ratio, so that a clock that drifts touches both sides.  An arm that refuses to start says why and is
+left out.  Bars hold on a GPU; ``--tiny`` runs everything once on any machine, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.arms import Arm, ArmFailed, without_plugin, write_model
+from benchmarks.gpu_time import device_name
+from benchmarks.report import Row, report
+from jetgraph.export import export_checkpoint
+
+ARMS = ("bf16", "fp8", "jet", "jet, batch-invariant")
+BATCHES = (1, 64, 512)
+PROMPT, TOKENS, TURNS = 256, 128, 5
+AGAINST_FP8, AGAINST_BF16, INVARIANT = 0.98, 1.25, 0.90
+"""Ours beside stock FP8, ours beside BF16 at batch 64 and 512, batch-invariant beside our fastest."""
+
+
+def folders(work: Path, layers: int, *, tiny: bool) -> dict[str, Path]:
+    """What each arm serves, made once and kept in ``work``."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = write_model(work / "bf16", layers, tiny=tiny, device=device)
+    exported = {}
+    for ops in ("stock", "exact"):
+        exported[ops] = work / f"jet-{ops}"
+        if not (exported[ops] / "config.json").is_file():
+            export_checkpoint(model, exported[ops], "jet", ops=ops)
+    return {
+        "bf16": model,
+        "fp8": without_plugin(exported["stock"], work / "fp8"),
+        "jet": exported["stock"],
+        "jet, batch-invariant": exported["exact"],
+    }
+
+
+def setup(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"folder": str(folder), "ours": name.startswith("jet"), "options": options}
+    if "invariant" in name and torch.cuda.is_available():
+        found["environment"] = {"VLLM_BATCH_INVARIANT": "1"}
+    return found
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same for every arm; on one GPU they share its memory."""
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": arguments.prompt + arguments.tokens + 1,
+        "max_num_seqs": max(arguments.batches),
+        "max_num_batched_tokens": 8192 if torch.cuda.is_available() else 512,
+        "enable_prefix_caching": False,
+        "enforce_eager": arguments.eager,
+    }
+    if torch.cuda.is_available():
+        options["gpu_memory_utilization"] = 0.9 / len(arguments.arms)
+    return options
+
+
+def started(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Arm]:
+    """The arms that start, each warmed up by one small batch."""
+    served = folders(arguments.work, arguments.layers, tiny=arguments.tiny)
+    arms = {}
+    for name in arguments.arms:
+        try:
+            arm = stack.enter_context(Arm(name, setup(name, served[name], engine_options(arguments))))
+            arm.ask({"do": "generate", "batch": 2, "prompt": arguments.prompt, "tokens": 4})
+        except ArmFailed as refused:
+            print(f"left out: {refused}", flush=True)
+            continue
+        print(f"{name}: started in {arm.started['start_seconds']:.0f} s", flush=True)
+        arms[name] = arm
+    return arms
+
+
+def measure(arms: dict[str, Arm], batch: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens a second by arm, turn by turn; a turn before them is not counted, in which arms meet this batch."""
+    speeds: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for turn in range(-1, arguments.turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            asked = {"do": "generate", "batch": batch, "prompt": arguments.prompt, "tokens": arguments.tokens}
+            got = arms[name].ask({**asked, "seed": turn + 1})
+            if turn >= 0:
+                speeds[name].append(got["tokens"] / got["seconds"])
+        said = ", ".join(f"{name} {found[-1]:.0f}" for name, found in speeds.items() if found)
+        print(f"batch {batch}, turn {turn + 1}: {said or 'warm'}", flush=True)
+    return speeds
+
+
+def rows(batch: int, speeds: dict[str, list[float]], *, bars: bool) -> list[Row]:
+    """Medians, and ratios with their bars if ``bars``."""
+    found = [Row.fact(f"batch {batch}, {name}", median(s), "tokens/s") for name, s in speeds.items()]
+    wanted: Sequence[tuple[str, str, float | None]] = [
+        ("jet", "fp8", AGAINST_FP8),
+        ("jet", "bf16", AGAINST_BF16 if batch >= 64 else None),
+        ("jet, batch-invariant", "jet", INVARIANT),
+        ("fp8", "bf16", None),
+    ]
+    for ours, theirs, bar in wanted:
+        if ours not in speeds or theirs not in speeds:
+            continue
+        ratio = median(a / b for a, b in zip(speeds[ours], speeds[theirs], strict=True))
+        metric = f"batch {batch}, {ours} beside {theirs}"
+        found.append(Row.fact(metric, ratio, "x") if bar is None or not bars else Row.above(metric, ratio, "x", bar))
+    return found
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens sampled from it")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation")
+    parser.add_argument("--work", type=Path, help="keeps the model folders there for the next run")
+    parser.add_argument("--tiny", action="store_true", help="two small layers, once, on any machine: no measurement")
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.layers, options.batches, options.prompt, options.tokens, options.turns = 2, [1, 3], 12, 6, 2
+        options.eager = True
+    elif not torch.cuda.is_available():
+        parser.error("needs a CUDA device, and this machine has none; --tiny runs anywhere")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        options.work = options.work or Path(folder)
+        arms = started(stack, options)
+        found = [
+            row
+            for batch in options.batches
+            for row in rows(batch, measure(arms, batch, options), bars=not options.tiny)
+        ]
+    return report(found, options.json, device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

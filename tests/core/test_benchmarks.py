@@ -1,0 +1,125 @@
+"""The parts of the engine benchmarks that need no engine: statistics, bars, and the pipe between the processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import arms, mismatch, rollout, sync
+from benchmarks.arms import Arm, ArmFailed
+from jetgraph.mismatch import join
+from jetgraph.scoring import Rollout
+
+
+def sampled(*logprobs: float) -> Rollout:
+    return Rollout((1, 2), tuple(range(len(logprobs))), logprobs)
+
+
+def test_mismatch_rows_are_those_of_the_pairs_and_jet_must_be_exact():
+    pairs = join(
+        [
+            mismatch._pair(sampled(-1.0, -2.0, -3.0), [-1.0, -2.5, -3.0]),
+            mismatch._pair(sampled(-0.5, -1.0), [-0.5, -1.0]),
+        ]
+    )
+    means = mismatch.by_position(pairs, 2)
+    assert means == [0.5 / 4, 0.0]  # the second window holds one token of the longer sequence
+    table = {row.metric: row for row in mismatch.rows("x", pairs.measure(), means, must_be_exact=True)}
+    assert table["x, tokens"].value == 5
+    assert (table["x, max"].value, table["x, max"].bar, table["x, max"].ok) == (0.5, "= 0", False)
+    assert (table["x, fraction exact"].value, table["x, fraction exact"].ok) == (0.8, False)
+    assert table["x, log ratio of a sequence, largest"].value == 0.5
+    loose = mismatch.rows("x", pairs.measure(), means, must_be_exact=False)
+    assert all(row.ok is None for row in loose)
+    equal = join([mismatch._pair(sampled(-0.5, -1.0), [-0.5, -1.0])])
+    assert all(row.ok is not False for row in mismatch.rows("x", equal.measure(), [0.0], must_be_exact=True))
+
+
+def test_the_plot_has_a_line_an_arm(tmp_path: Path):
+    path = tmp_path / "m.svg"
+    mismatch.draw({"bf16/bf16": [0.1, 0.2], "jet": [0.0, 0.0]}, 128, path)
+    assert path.read_text().count("<!-- ") > 5
+    assert "svg" in path.read_text()[:400]
+
+
+def test_rollout_ratios_are_of_each_turn_and_carry_their_bars():
+    speeds = {"bf16": [100.0, 200.0, 100.0], "fp8": [130.0, 260.0, 120.0], "jet": [130.0, 258.0, 120.0]}
+    table = {row.metric: row for row in rollout.rows(64, speeds, bars=True)}
+    assert table["batch 64, jet"].value == 130.0
+    assert table["batch 64, jet beside fp8"].value == 1.0
+    assert table["batch 64, jet beside fp8"].ok
+    assert table["batch 64, jet beside bf16"].value == 1.29  # of 1.3, 1.29 and 1.2; medians alone would say 1.3
+    assert not any("invariant" in metric for metric in table)
+    slow = rollout.rows(64, {"fp8": [100.0], "jet": [97.0]}, bars=True)
+    assert [row.ok for row in slow] == [None, None, False]
+    assert all(row.ok is None for row in rollout.rows(64, speeds, bars=False))
+    alone = {row.metric: row for row in rollout.rows(1, speeds, bars=True)}
+    assert alone["batch 1, jet beside bf16"].ok is None  # no bar at batch 1
+
+
+def test_sync_is_held_against_a_copy_of_the_same_turn():
+    turns = [{"stall": s, "seconds": 9.0, "bytes": 8e9, "peak": 8e9, "copy": 1.0} for s in (1.5, 2.5, 1.9)]
+    table = {row.metric: row for row in sync.rows("device", turns, bars=True)}
+    stall = table["staged on the device: stall beside one copy of the bytes"]
+    assert (stall.value, stall.bar, stall.ok) == (1.9, "< 2", True)
+    assert table["staged on the device: copy within the device"].value == 8.0
+    assert all(row.ok is None for row in sync.rows("cpu", turns, bars=True))
+
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("do") == "die":
+        sys.exit("out of memory")
+    answer = {"error": "ValueError: no such thing"} if request.get("do") == "refuse" else request
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arm:
+    """An arm whose process answers with what it was asked."""
+    program = tmp_path / "echo.py"
+    program.write_text(ECHO)
+    launcher = tmp_path / "python"
+    launcher.write_text(f"#!/bin/sh\nexec {sys.executable} {program}\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(arms.sys, "executable", str(launcher))
+    return Arm("echo", {"ours": True, "folder": "x"})
+
+
+def test_an_arm_answers_refuses_and_dies_with_a_reason(echo: Arm):
+    with echo:
+        assert echo.started == {"ours": True, "folder": "x"}
+        assert echo.ask({"do": "it", "seed": 3}) == {"do": "it", "seed": 3}
+        with pytest.raises(ArmFailed, match="echo: ValueError: no such thing"):
+            echo.ask({"do": "refuse"})
+        assert echo.ask({"n": 1}) == {"n": 1}
+        with pytest.raises(ArmFailed, match="echo: the process ended: out of memory"):
+            echo.ask({"do": "die"})
+
+
+def test_stock_engines_read_the_same_tensors_without_a_word_of_jetgraph(tmp_path: Path):
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    (exported / "model.safetensors").write_bytes(b"tensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "jetgraph": {"policy": "jet"}}
+    (exported / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    folder = arms.without_plugin(exported, tmp_path / "stock")
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert (folder / "model.safetensors").read_bytes() == b"tensors"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these run")
+@pytest.mark.parametrize("parse", [rollout.parse, mismatch.parse])
+def test_real_sizes_are_refused_without_a_gpu(parse, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse([])
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert parse(["--tiny"]).layers == 2
