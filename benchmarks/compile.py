@@ -10,6 +10,9 @@ compile = first step with a size - median of the steps after it.  Those later st
 `jet`, which is no overhead of the compiler; that is measured by `bf16` with torch's own kernels, which computes what
 plain computes.
 
+After a warm-up of two lengths, 50 random ones must compile nothing.  ``--inductor`` adds what Inductor's code costs:
+the first step of 36 layers, block by block, under 60 s of wall time, on the GPU if there is one.
+
 Exit status 1 if a figure misses its bar.
 """
 
@@ -41,6 +44,7 @@ SIZES = {
 }
 LATER_STEPS = 4
 RATIO, MAX_COMPILES = 1.2, 3
+WARM_UP, INDUCTOR_SECONDS = (16, 33), 60.0
 
 
 # ---------------------------------------------------------------------------------------------------- compile time
@@ -152,18 +156,69 @@ def shape_rows(num_shapes: int) -> list[Row]:
     return rows
 
 
+def length_rows(num_lengths: int, codegen: str = "fx", longest: int = 96) -> list[Row]:
+    """Sequences of random lengths, in training and under no_grad, after two lengths of each."""
+    rng = random.Random("lengths")
+    lengths = [rng.randint(2, longest) for _ in range(num_lengths)]
+    rows = []
+    for grad in (True, False):
+        torch._dynamo.reset()
+        model = jetgraph.compile(random_model(layers=1, sizes=SIZES), "jet", codegen=codegen, fused=True)
+        after_warm_up = 0
+        for i, length in enumerate([*WARM_UP, *lengths]):
+            ids = random_ids(model, 2, length)
+            with torch.set_grad_enabled(grad):
+                loss = model(input_ids=ids, use_cache=False).logits.float().square().mean()
+            if grad:
+                loss.backward()
+            if i < len(WARM_UP):
+                after_warm_up = model.jetgraph.num_compiles
+        name = f"{num_lengths} lengths after {len(WARM_UP)}, {codegen}, {'grad' if grad else 'no_grad'}: compiles"
+        count = model.jetgraph.num_compiles - after_warm_up
+        rows.append(Row(name, count, "", "= 0", count == 0))
+    return rows
+
+
+def inductor_rows(layers: int) -> list[Row]:
+    """Wall seconds of the first forward+backward with Inductor's code, and of a later one."""
+    torch._dynamo.reset()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = random_model(layers=layers, sizes=SIZES).to(device)
+    ids = random_ids(model, 2, 64).to(device)
+    jetgraph.compile(model, "jet", provider="stock", codegen="inductor", fused=True)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        one_step(model, ids)[0].sum().item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    name = f"{layers} layers with Inductor on {device}"
+    return [
+        Row.below(f"{name}: first step", seconds[0], "s", INDUCTOR_SECONDS),
+        Row.fact(f"{name}: second step", seconds[1], "s"),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the rows go")
     parser.add_argument("--layers", type=int, action="append", help="4 and 36 by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shapes", type=int, default=12)
+    parser.add_argument("--lengths", type=int, default=50)
+    parser.add_argument("--inductor", action="store_true", help="also time and count Inductor's compiles")
+    parser.add_argument("--only-inductor", action="store_true", help="nothing else: what a GPU is asked for")
     options = parser.parse_args()
+    if options.only_inductor:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return report(inductor_rows(max(options.layers or (36,))), options.json, device)
     torch.set_num_threads(1)
     for side in SIDES:  # whatever torch imports or builds once per process
         measure(side, 1)
     rows = [row for layers in options.layers or (4, 36) for row in compile_rows(layers, options.repeats)]
-    return report([*rows, *shape_rows(options.shapes)], options.json, "cpu, one thread")
+    rows += [*shape_rows(options.shapes), *length_rows(options.lengths)]
+    if options.inductor:
+        rows += [*length_rows(options.lengths, "inductor"), *inductor_rows(max(options.layers or (36,)))]
+    return report(rows, options.json, "cpu, one thread")
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def compile(
             `jetgraph doctor` lists them.  On a CPU it is the reference.  Linears that run outside compiled blocks take
             the registry's own choice.
         fused: quantise where a norm, an activation or a gradient is computed, in one operator.  The same bits, checked
-            for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  Their kernels are not written
-            yet: the operators run their definitions, and save memory but no time.
+            for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  On CUDA the
+            provider `triton_fused` runs them, elsewhere their definitions, which save memory but no time.
 
     Raises:
         ValueError: unknown policy, provider, scope, codegen or kernels, or a policy rule that matches nothing in the

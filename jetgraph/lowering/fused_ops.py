@@ -1,8 +1,8 @@
 """Operators that compute something and quantise it in one go, defined by the operators that they stand for.
 
-Each body is its definition: the same ATen operators, rounding where they round, and the same quantisers.  A kernel that
-replaces a body must give its bits.  `jetgraph.passes.fuse` puts them into graphs; the lifter reads them as the terms of
-their definitions (`lift_fused`).
+Definitions are in `lowering.fused_reference`: the same ATen operators, rounding where they round, and the same
+quantisers.  On CUDA a kernel that gives their bits runs instead, if the registry knows one (`lowering.cuda_fused`).
+`jetgraph.passes.fuse` puts them into graphs; the lifter reads them as the terms of their definitions (`lift.fused`).
 
 Shapes: x, residual [..., C] BF16, weight [C] BF16; T the product of the leading sizes; codes [T, C] and scales
 [T, ⌈C/group⌉] grouped along the features, codes_t [C, T] and scales_t [C, ⌈T/group⌉] along the tokens.  What a caller
@@ -12,24 +12,10 @@ does not ask for comes back with no elements.  ``rule`` is (qmax, amax_floor, di
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import jetgraph.lowering.torch_ops  # noqa: F401  (the quantisers)
-
-ops = torch.ops.jetgraph
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _both(x: Tensor, group: int, tokens: bool, rule: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes, scales, codes_t, scales_t of x [T, C]."""
-    rows = ops.quantize(x, 1, group, *rule)
-    if tokens:
-        return (*rows, *ops.quantize_tokens(x, group, *rule))
-    return (*rows, torch.empty_like(rows[0][:0]), torch.empty_like(rows[1][:0]))
+import jetgraph.lowering.torch_ops
+from jetgraph.lowering import fused_reference
 
 
 def _both_fake(x: Tensor, group: int, tokens: bool) -> tuple[Tensor, ...]:
@@ -47,7 +33,7 @@ def quantize_rows_and_tokens(
     x: Tensor, group: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize(x, 1, group)` and `quantize_tokens(x, group)` of x [T, C]: what FPROP or DGRAD, and WGRAD, read."""
-    return _both(x, group, True, (qmax, amax_floor, division, power_of_two))
+    return fused_reference.quantize_rows_and_tokens(x, group, qmax, amax_floor, division, power_of_two)
 
 
 @quantize_rows_and_tokens.register_fake
@@ -74,13 +60,8 @@ def rms_norm_quantize(
     ``own_mean`` says whose mean it is: `jetgraph::row_mean`, or ATen's.  Returns (s, r, codes, scales, codes_t,
     scales_t); without a residual, s is empty.
     """
-    s = x if residual is None else x + residual
-    wide = s.to(torch.float32)
-    square = wide.pow(2)
-    r = torch.rsqrt((ops.row_mean(square) if own_mean else square.mean(-1, keepdim=True)) + eps)
-    y = weight * (wide * r).to(torch.bfloat16)
-    codes = _both(_rows(y), group, tokens, (qmax, amax_floor, division, power_of_two))
-    return (torch.empty_like(x[:0]) if residual is None else s, r, *codes)
+    rule = qmax, amax_floor, division, power_of_two
+    return fused_reference.rms_norm_quantize(x, residual, weight, eps, own_mean, tokens, group, *rule)
 
 
 @rms_norm_quantize.register_fake
@@ -101,7 +82,7 @@ def silu_mul_quantize(
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The codes of bf16(silu(gate)) · up."""
-    return _both(_rows(F.silu(gate) * up), group, tokens, (qmax, amax_floor, division, power_of_two))
+    return fused_reference.silu_mul_quantize(gate, up, tokens, group, qmax, amax_floor, division, power_of_two)
 
 
 @silu_mul_quantize.register_fake
@@ -121,12 +102,12 @@ def silu_mul_backward_quantize(
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The codes, both ways, of d_gate = silu_backward(bf16(dy · up), gate), and then of d_up = dy · silu(gate)."""
-    rule = qmax, amax_floor, division, power_of_two
-    d_gate = torch.ops.aten.silu_backward(dy * up, gate)
-    d_up = dy * F.silu(gate)
-    return (*_both(_rows(d_gate), group, True, rule), *_both(_rows(d_up), group, True, rule))
+    return fused_reference.silu_mul_backward_quantize(dy, gate, up, group, qmax, amax_floor, division, power_of_two)
 
 
 @silu_mul_backward_quantize.register_fake
 def _(dy, gate, up, group, qmax, amax_floor, division, power_of_two):
     return (*_both_fake(gate, group, True), *_both_fake(up, group, True))
+
+
+import jetgraph.lowering.cuda_fused  # noqa: E402, F401  (how they run on a GPU; it needs them defined)

@@ -66,6 +66,24 @@ class Quantizer:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """One fused operator by its name, the features of a token and what its quantisers do."""
+
+    kernel: str
+    num_features: int
+    group: int
+    rule: Rule
+    own_mean: bool = True
+    """Of a norm: the mean is `jetgraph::row_mean`, not ATen's."""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} of {self.num_features} features in groups of {self.group}"
+
+
+Request = Gemm | Quantizer | Fused
+
+
+@dataclass(frozen=True)
 class Finding:
     """What a probe found.  ``reason`` is one sentence; ``self_test_value`` must equal `EXPECTED_SELF_TEST`."""
 
@@ -98,7 +116,7 @@ class Provider(Protocol):
 
     def probe(self, device: torch.device) -> Finding: ...
 
-    def refuses(self, request: Gemm | Quantizer) -> str | None:
+    def refuses(self, request: Request) -> str | None:
         """Why it cannot serve ``request``, or None."""
         ...
 

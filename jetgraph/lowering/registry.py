@@ -19,19 +19,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import reference
+from jetgraph.lowering import fused_reference, reference
 from jetgraph.lowering.cublaslt import CublasLt
 from jetgraph.lowering.deep_gemm import DeepGemm
 from jetgraph.lowering.provider import (
     FPROP,
     WGRAD,
     Finding,
+    Fused,
     Gemm,
     Provider,
     ProviderError,
-    Quantizer,
+    Request,
     self_test,
 )
+from jetgraph.lowering.triton_fused_provider import FUSED, TritonFused
 from jetgraph.lowering.triton_provider import TritonKernels
 
 
@@ -40,12 +42,12 @@ class Reference:
     """Plain torch on any device: the definition, slow, and exact in any order."""
 
     name: str = "reference"
-    kernels: frozenset[str] = frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"})
+    kernels: frozenset[str] = frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"}) | FUSED
 
     def probe(self, device: torch.device) -> Finding:
         return self_test(self.name, self.fp8_gemm, (FPROP, WGRAD), device, (("torch", torch.__version__),), True)
 
-    def refuses(self, request: Gemm | Quantizer) -> str | None:
+    def refuses(self, request: Request) -> str | None:
         return None
 
     def quantize(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
@@ -63,13 +65,20 @@ class Reference:
         out = reference.fp8_gemm(a, a_scale, b, b_scale, b_rows, group)
         return (out if bias is None else out + bias.float()).to(torch.bfloat16)
 
+    def fused(self, kernel: str, *arguments) -> tuple[Tensor, ...]:
+        """The definition of the fused operator ``kernel``."""
+        return getattr(fused_reference, kernel)(*arguments)
 
-PROVIDERS: dict[str, Provider] = {p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), Reference())}
+
+PROVIDERS: dict[str, Provider] = {
+    p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), TritonFused(), Reference())
+}
 ORDER = {
     "FPROP": ("deep_gemm", "triton", "reference"),
     "DGRAD": ("deep_gemm", "cublaslt", "triton", "reference"),
     "WGRAD": ("cublaslt", "deep_gemm", "triton", "reference"),
     "quantiser": ("triton", "reference"),
+    "fused": ("triton_fused", "reference"),
 }
 """Fastest first, as measured on an H200 (docs/kernels.md)."""
 
@@ -90,7 +99,7 @@ def findings(device: torch.device | None = None) -> list[tuple[str, str]]:
     return [(name, str(probe(name, device))) for name in PROVIDERS]
 
 
-def refusal(name: str, request: Gemm | Quantizer, device: torch.device) -> str | None:
+def refusal(name: str, request: Request, device: torch.device) -> str | None:
     """Why provider ``name`` does not run ``request`` on ``device``, in one sentence; None if it does."""
     finding = probe(name, device)
     if not finding.ok:
@@ -101,10 +110,11 @@ def refusal(name: str, request: Gemm | Quantizer, device: torch.device) -> str |
 
 
 @cache
-def _first(request: Gemm | Quantizer, device: torch.device, wanted: str | None) -> Provider:
+def _first(request: Request, device: torch.device, wanted: str | None) -> Provider:
     if device.type != "cuda" and wanted is None:
         return PROVIDERS["reference"]
-    names = ORDER[request.role if isinstance(request, Gemm) else "quantiser"]
+    role = request.role if isinstance(request, Gemm) else "fused" if isinstance(request, Fused) else "quantiser"
+    names = ORDER[role]
     if isinstance(request, Gemm) and wanted is not None:
         reason = refusal(wanted, request, device)
         if reason is not None:
@@ -113,12 +123,12 @@ def _first(request: Gemm | Quantizer, device: torch.device, wanted: str | None) 
     return next(PROVIDERS[name] for name in names if refusal(name, request, device) is None)
 
 
-def _cannot(name: str, request: Gemm | Quantizer, reason: str, names: Iterable[str], device: torch.device) -> str:
+def _cannot(name: str, request: Request, reason: str, names: Iterable[str], device: torch.device) -> str:
     others = [other for other in names if other != name and refusal(other, request, device) is None]
     return f"provider {name!r} cannot run {request}: {reason}; these can: {', '.join(others)}"
 
 
-def choose(request: Gemm | Quantizer, device: torch.device, wanted: str | None = None) -> Provider:
+def choose(request: Request, device: torch.device, wanted: str | None = None) -> Provider:
     """The provider that runs ``request`` on ``device``: ``wanted``, else the fastest that can.
 
     Raises:

@@ -325,7 +325,7 @@ def test_asking_for_what_is_not_there(probes):
 
 def test_findings_are_one_line_for_each_provider():
     rows = registry.findings(CPU)
-    assert [name for name, _ in rows] == ["deep_gemm", "cublaslt", "triton", "reference"]
+    assert [name for name, _ in rows] == ["deep_gemm", "cublaslt", "triton", "triton_fused", "reference"]
     assert all("\n" not in line and line.startswith(("usable: ", "refused: ")) for _, line in rows)
 
 

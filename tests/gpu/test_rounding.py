@@ -71,7 +71,7 @@ def test_row_mean_is_a_mean_and_its_rows_are_alone():
     x = torch.randn(LONGEST, 5000, device="cuda")
     mean = torch.ops.jetgraph.row_mean(x)
     exact = x.double().mean(-1, keepdim=True)
-    assert (mean.double() - exact).abs().max() < 1e-6  # Σ|x| / C · 13 roundings of 2^-24, about 6e-7
+    assert (mean.double() - exact).abs().max() < 1e-6  # at worst Σ|x| / C · 47 roundings of 2^-24; errors mostly cancel
     for count in COUNTS:
         assert torch.equal(torch.ops.jetgraph.row_mean(x[:count]), mean[:count])
 

@@ -1,0 +1,160 @@
+"""Decoder blocks of one size, compiled by us and by peers: what `block`, `memory` and `scaling` measure.
+
+Every arm is a fresh Qwen3 model with the same weights whose blocks are called by hand: hidden states in, hidden states
+out, position embeddings beside them, plain causal attention by torch's SDPA (``provider="stock"``: our exact attention
+is float64).  An arm that cannot be made says why; it is never left out silently.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import jetgraph
+from benchmarks.gpu_time import milliseconds
+
+QWEN3_8B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+
+
+class NotAvailable(RuntimeError):
+    """An arm's package is missing, or does not run here."""
+
+
+@dataclass
+class Arm:
+    """A model and its blocks, compiled; ``hold`` shares quantised weights between calls."""
+
+    name: str
+    model: PreTrainedModel
+    hold: Callable[[], AbstractContextManager] = nullcontext
+
+    def __post_init__(self) -> None:
+        self.blocks = list(self.model.model.layers)
+        self.embeddings: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, C] through all blocks."""
+        if x.shape[:2] not in self.embeddings:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+            self.embeddings[x.shape[:2]] = self.model.model.rotary_emb(x, positions)  # type: ignore[index]
+        for block in self.blocks:
+            x = block(x, attention_mask=None, position_embeddings=self.embeddings[x.shape[:2]])  # type: ignore[index]
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+    def step(self, x: Tensor, dy: Tensor) -> None:
+        """Forward and backward; gradients are made and dropped."""
+        out = self.forward(x.requires_grad_())
+        torch.autograd.backward(out, dy)
+        x.grad = None
+        self.model.zero_grad(set_to_none=True)
+
+
+def make_model(sizes: dict[str, int], layers: int, device: torch.device) -> PreTrainedModel:
+    """BF16, the same weights at every call; a small vocabulary, because no token is ever read."""
+    config = transformers.Qwen3Config(
+        **sizes, num_hidden_layers=layers, vocab_size=128, tie_word_embeddings=True, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+def _plain(model: PreTrainedModel, compiler: str) -> Arm:
+    for block in model.model.layers:
+        block.compile(backend=compiler, fullgraph=True)
+    return Arm("BF16 torch.compile", model)
+
+
+def _torchao(model: PreTrainedModel, compiler: str) -> Arm:
+    if importlib.util.find_spec("torchao") is None:
+        raise NotAvailable("torchao is not installed")
+    try:
+        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinearConfig
+        from torchao.quantization import quantize_
+
+        quantize_(model.model.layers, Float8BlockwiseLinearConfig())
+    except Exception as error:  # a peer's prototype may not fit this torch; that is its row, not our crash
+        first_line = (str(error).strip() or "no message").splitlines()[0][:160]
+        raise NotAvailable(f"torchao cannot be used here: {type(error).__name__}: {first_line}") from error
+    for block in model.model.layers:
+        block.compile(backend=compiler)
+    return Arm("torchao Float8BlockwiseLinear", model)
+
+
+def _ours(name: str, policy: str = "jet", **options) -> Callable[[PreTrainedModel, str], Arm]:
+    def make(model: PreTrainedModel, compiler: str) -> Arm:
+        compiled = jetgraph.compile(model, policy, provider="stock", **options)
+        return Arm(name, compiled, compiled.jetgraph.hold_weights)  # type: ignore[union-attr]
+
+    return make
+
+
+ARMS: dict[str, Callable[[PreTrainedModel, str], Arm]] = {
+    "bf16": _plain,
+    "torchao": _torchao,
+    "bf16-default": _ours("BF16, default partitioner", "bf16"),
+    "jet-unfused": _ours("jet, not fused"),
+    "jet": _ours("jet, fused, exact rounding points", fused=True),
+    "jet-inductor": _ours("jet, fused, Inductor", fused=True, codegen="inductor"),
+}
+"""``jet`` rounds where its graph says, operator by operator; ``jet-inductor`` may round less often (JG092)."""
+
+
+def make_arm(name: str, sizes: dict[str, int], layers: int, device: torch.device, compiler: str) -> Arm:
+    """
+    Raises:
+        NotAvailable: the arm's package is missing.
+    """
+    torch._dynamo.reset()
+    return ARMS[name](make_model(sizes, layers, device), compiler)
+
+
+def numbers(batch: int, length: int, sizes: dict[str, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Hidden states and their gradient, [B, S, C]."""
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(batch, length, sizes["hidden_size"], generator=generator) for _ in range(2))
+    return x.bfloat16().to(device), (dy / length).bfloat16().to(device)
+
+
+def time_of(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median milliseconds of ``call``: device time on a GPU, wall time elsewhere."""
+    if device.type == "cuda":
+        return milliseconds(call, repeats, 2)
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * median(seconds)
+
+
+def interleaved(
+    calls: dict[str, Callable[[], object]], device: torch.device, turns: int, repeats: int
+) -> dict[str, float]:
+    """Median of ``turns`` medians for each call; the calls take turns, there and back."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns):
+        for name in list(calls)[:: 1 if turn % 2 == 0 else -1]:
+            times[name].append(time_of(calls[name], device, repeats))
+    return {name: median(values) for name, values in times.items()}

@@ -1,0 +1,49 @@
+"""The CUDA implementations of the fused operators: whom the registry chooses, by the operator and its features.
+
+Importing this module registers them beside the definitions of `fused_ops`.  Whoever runs them, the bits are those of
+the definition on the same device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetgraph.lowering import registry
+from jetgraph.lowering.provider import Fused
+
+
+def _run(kernel: str, inputs: tuple[Tensor, ...], arguments: tuple, request: Fused) -> tuple[Tensor, ...]:
+    """``inputs`` are the arguments that have one number for each of the result's."""
+    x = inputs[0]
+    usual = all(t.shape == x.shape and t.dtype is torch.bfloat16 for t in inputs)
+    with torch.cuda.device(x.device):  # a kernel is launched on the current device, wherever its tensors are
+        chosen = registry.choose(request, x.device) if usual else registry.PROVIDERS["reference"]
+        return chosen.fused(kernel, *arguments)  # type: ignore[attr-defined]
+
+
+def quantize_rows_and_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, ...]:
+    request = Fused("quantize_rows_and_tokens", x.shape[-1], group, rule)
+    return _run(request.kernel, (x,), (x, group, *rule), request)
+
+
+def rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, own_mean: bool, tokens: bool, group: int, *rule
+) -> tuple[Tensor, ...]:
+    request = Fused("rms_norm_quantize", x.shape[-1], group, rule, own_mean and weight.dtype is torch.bfloat16)
+    inputs = (x,) if residual is None else (x, residual)
+    return _run(request.kernel, inputs, (x, residual, weight, eps, own_mean, tokens, group, *rule), request)
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, tokens: bool, group: int, *rule) -> tuple[Tensor, ...]:
+    request = Fused("silu_mul_quantize", gate.shape[-1], group, rule)
+    return _run(request.kernel, (gate, up), (gate, up, tokens, group, *rule), request)
+
+
+def silu_mul_backward_quantize(dy: Tensor, gate: Tensor, up: Tensor, group: int, *rule) -> tuple[Tensor, ...]:
+    request = Fused("silu_mul_backward_quantize", gate.shape[-1], group, rule)
+    return _run(request.kernel, (dy, gate, up), (dy, gate, up, group, *rule), request)
+
+
+for _kernel in (quantize_rows_and_tokens, rms_norm_quantize, silu_mul_quantize, silu_mul_backward_quantize):
+    torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)

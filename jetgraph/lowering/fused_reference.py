@@ -1,0 +1,52 @@
+"""Definitions of the fused operators: the ATen operators and quantisers that each stands for, on any device.
+
+A kernel that replaces one must give its bits on the same device.  They call operators of `torch.ops.jetgraph`, which
+`lowering.torch_ops` registers.  Shapes and arguments: `lowering.fused_ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ops = torch.ops.jetgraph
+
+
+def quantize_rows_and_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _both(x, group, True, rule)
+
+
+def rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, own_mean: bool, tokens: bool, group: int, *rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    s = x if residual is None else x + residual
+    wide = s.to(torch.float32)
+    square = wide.pow(2)
+    r = torch.rsqrt((ops.row_mean(square) if own_mean else square.mean(-1, keepdim=True)) + eps)
+    y = weight * (wide * r).to(torch.bfloat16)
+    return (torch.empty_like(x[:0]) if residual is None else s, r, *_both(_rows(y), group, tokens, rule))
+
+
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor, tokens: bool, group: int, *rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _both(_rows(F.silu(gate) * up), group, tokens, rule)
+
+
+def silu_mul_backward_quantize(dy: Tensor, gate: Tensor, up: Tensor, group: int, *rule) -> tuple[Tensor, ...]:
+    d_gate = torch.ops.aten.silu_backward(dy * up, gate)
+    d_up = dy * F.silu(gate)
+    return (*_both(_rows(d_gate), group, True, rule), *_both(_rows(d_up), group, True, rule))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _both(x: Tensor, group: int, tokens: bool, rule: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """codes, scales, codes_t, scales_t of x [T, C]."""
+    rows = ops.quantize(x, 1, group, *rule)
+    if tokens:
+        return (*rows, *ops.quantize_tokens(x, group, *rule))
+    return (*rows, torch.empty_like(rows[0][:0]), torch.empty_like(rows[1][:0]))

@@ -1,0 +1,121 @@
+"""The `triton_fused` provider: our kernels of the fused operators, tested against their definitions before use."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from jetgraph.lowering import fused_reference
+from jetgraph.lowering.provider import Finding, Fused, Request, Rule, missing_hopper
+from jetgraph.precision import E4M3_MAX
+
+FUSED = frozenset({"quantize_rows_and_tokens", "rms_norm_quantize", "silu_mul_quantize", "silu_mul_backward_quantize"})
+GROUP, FEATURE_MULTIPLE = 128, 16
+LEAST_SCALE = 2.0**-60
+TEST_RULES: tuple[Rule, ...] = ((448.0, 1e-12, "div", False), (448.0, 1e-4, "mul1/s", True))
+TEST_SHAPES = ((1, 576), (144, 336), (259, 336))
+"""One row; T a multiple of 16 or not; a ragged last group both ways; more than two groups of tokens."""
+
+
+@dataclass(frozen=True)
+class TritonFused:
+    name: str = "triton_fused"
+    kernels: frozenset[str] = FUSED
+
+    def probe(self, device: torch.device) -> Finding:
+        if importlib.util.find_spec("triton") is None:
+            return Finding(self.name, False, "triton is not installed; install jetgraph[gpu]")
+        versions = (("triton", version("triton")),)
+        missing = missing_hopper(device)
+        if missing:
+            return Finding(self.name, False, missing, versions)
+        try:
+            wrong = self._wrong(device)
+            how = "by division" if silu_divides(device) else "by products"
+        except Exception as error:  # whatever a compiler throws at its first use is a refusal, told in one line
+            first_line = (str(error).strip() or "no message").splitlines()[0][:160]
+            return Finding(self.name, False, f"failed with {type(error).__name__}: {first_line}", versions)
+        if wrong:
+            return Finding(self.name, False, f"differs in bits from the definition: {wrong}", versions)
+        return Finding(self.name, True, f"every bit of the definitions, silu {how}", versions, row_invariant=True)
+
+    def refuses(self, request: Request) -> str | None:
+        if not isinstance(request, Fused):
+            return "it runs fused operators alone"
+        if request.group != GROUP:
+            return f"groups of {request.group}; expected {GROUP}"
+        if request.num_features % FEATURE_MULTIPLE:
+            return f"{request.num_features} features; expected a multiple of {FEATURE_MULTIPLE}"
+        if not request.own_mean:
+            return "the mean is ATen's, whose order its kernels do not repeat; expected jetgraph::row_mean"
+        qmax, amax_floor, _, _ = request.rule
+        if not (qmax <= E4M3_MAX and amax_floor / qmax >= LEAST_SCALE):
+            return f"qmax={qmax:g} floor={amax_floor:g}; expected qmax ≤ {E4M3_MAX:g} and scales ≥ 2^-60"
+        return None
+
+    def fused(self, kernel: str, *arguments) -> tuple[Tensor, ...]:
+        """The fused operator ``kernel`` on CUDA tensors, for what `refuses` lets through."""
+        from jetgraph.lowering import triton_fused
+
+        options = {}
+        if kernel.startswith("silu"):
+            options["divides"] = silu_divides(arguments[0].device)
+        return getattr(triton_fused, kernel)(*arguments, **options)
+
+    def _wrong(self, device: torch.device) -> str:
+        """Which operator differs from its definition, and where; "" if none does."""
+        for shape in TEST_SHAPES:
+            for rule in TEST_RULES:
+                for kernel, arguments in exercises(*shape, rule, device):
+                    results = zip(
+                        self.fused(kernel, *arguments), getattr(fused_reference, kernel)(*arguments), strict=True
+                    )
+                    for i, (got, want) in enumerate(results):
+                        if got.shape != want.shape or not torch.equal(_bits(got), _bits(want)):
+                            return f"result {i} of {kernel} of {list(shape)}"
+        return ""
+
+
+@cache
+def silu_divides(device: torch.device) -> bool:
+    """Whether silu needs IEEE division here: its products differ from ATen's silu for some BF16 number.
+
+    Raises:
+        RuntimeError: with division it differs too.
+    """
+    from jetgraph.lowering import triton_silu
+
+    for divides in (False, True):
+        num_wrong = triton_silu.differing_inputs(device, divides)
+        if not num_wrong:
+            return divides
+    raise RuntimeError(f"silu of {num_wrong:,} of 65,536 BF16 numbers is not ATen's")
+
+
+def exercises(num_rows: int, num_features: int, rule: Rule, device: torch.device) -> list[tuple[str, tuple]]:
+    """(operator, arguments) that visit every kernel: normal numbers, a hundredth of them large, some zeros and -0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator)
+        x = x * torch.where(torch.rand(shape, generator=generator) < 0.01, 100.0, 1.0)
+        return torch.where(torch.rand(shape, generator=generator) < 0.02, -0.0, x).bfloat16().to(device)
+
+    shape = num_rows, num_features
+    x, residual, gate, up, dy = (numbers(*shape) for _ in range(5))
+    weight = numbers(num_features)
+    cases: list[tuple[str, tuple]] = [("quantize_rows_and_tokens", (x, GROUP, *rule))]
+    for tokens in (False, True):
+        for added in (None, residual):
+            cases.append(("rms_norm_quantize", (x, added, weight, 1e-6, True, tokens, GROUP, *rule)))
+        cases.append(("silu_mul_quantize", (gate, up, tokens, GROUP, *rule)))
+    return [*cases, ("silu_mul_backward_quantize", (dy, gate, up, GROUP, *rule))]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])

@@ -1,0 +1,295 @@
+"""Device functions on words: 32 bits that hold two neighbouring BF16 numbers of a row, the left one in the low half.
+
+The fused kernels are bound by instructions, not by memory, so they work on two numbers at a time where the hardware
+can: rounding two to BF16, two to e4m3, the larger of two magnitudes.  A tile of 4·R tokens is held as four tensors
+[R, 64] of words; tensor i has tokens i, 4 + i, 8 + i, …, so a thread holds four neighbouring tokens of a feature and
+stores their codes, which WGRAD reads along the tokens, as one word.
+
+``NATIVE`` off computes every step as Triton's interpreter can.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jetgraph.lowering.triton_quantize import INF_BITS, _e4m3_by_integers, _scale_and_factor
+
+GROUP = 128
+WORDS = tl.constexpr(GROUP // 2)
+"""A tile is one group of features wide."""
+
+
+# ------------------------------------------------------------------------------------------------------- two BF16
+
+
+@triton.jit
+def low(word):
+    """The left number, in FP32."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(word):
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded_bits(x):
+    """FP32 bits of x rounded to BF16, to nearest even; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000) & -65536
+
+
+@triton.jit
+def pack(left, right, NATIVE: tl.constexpr):
+    """Two FP32 numbers, rounded to BF16."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((_rounded_bits(left) >> 16) & 0xFFFF) | _rounded_bits(right)
+
+
+@triton.jit
+def multiply(a, b, NATIVE: tl.constexpr):
+    """BF16 products of words."""
+    return pack(low(a) * low(b), high(a) * high(b), NATIVE)
+
+
+@triton.jit
+def load_words(x, rows, words, num_rows, num_words, units):
+    """Words [R, 64] of a matrix whose rows are ``units`` of eight numbers apart; zeros past its edges.
+
+    Strides in units tell the compiler that every row starts at a multiple of 16 bytes.
+    """
+    inside = (rows < num_rows)[:, None] & (words < num_words)[None, :]
+    return tl.load(x + rows[:, None] * (units * 4) + words[None, :], mask=inside, other=0)
+
+
+# ---------------------------------------------------------------------------------------------------- quantising
+
+
+@triton.jit
+def _larger_halves(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x within one unit in the last place, of a normal number with a normal reciprocal."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _factors(
+    amax_bits, qmax, qmax_inverse, amax_floor, DIVISION: tl.constexpr, POWER_OF_TWO: tl.constexpr, NATIVE: tl.constexpr
+):
+    """scale, and a product's factor in two parts: x / scale is fma(x, upper, x · lower), rounded once.
+
+    ``upper`` is below 1 / scale, so that ``lower`` is not negative and a product with it keeps -0.  ``qmax_inverse`` is
+    1 / qmax, rounded: with one correction it divides every BF16 number as IEEE division does.
+    """
+    if NATIVE and DIVISION == 0 and not POWER_OF_TWO:
+        amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), amax_floor)
+        amax = tl.where(amax_bits < INF_BITS, amax, float("nan"))
+        guess = amax * qmax_inverse
+        scale = tl.fma(tl.fma(guess, -qmax, amax), qmax_inverse, guess)
+        minus_scale = scale * -1.0
+        upper = reciprocal(scale)
+        below = (upper.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+        upper = tl.where(tl.fma(minus_scale, upper, 1.0) < 0, below, upper)
+        return scale, upper, tl.fma(minus_scale, upper, 1.0) * upper
+    else:
+        scale, factor = _scale_and_factor(amax_bits, qmax, amax_floor, DIVISION, POWER_OF_TWO)
+        return scale, factor, factor * 0
+
+
+@triton.jit
+def _quotient(
+    x,
+    scale,
+    upper,
+    lower,
+    qmax,
+    DIVISION: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SATURATES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """x / scale, clamped unless the hardware's cast does it.
+
+    Of a BF16 x, `fma(x, upper, x · lower)` gives the code of IEEE division: tests/core/test_words.py divides every BF16
+    number by every scale that BF16 numbers can have.
+    """
+    if DIVISION > 0 or POWER_OF_TWO:
+        q = x * upper
+    elif NATIVE:
+        q = tl.fma(x, upper, x * lower)
+    else:
+        q = tl.math.div_rn(x, scale + x * 0)
+    if not SATURATES:
+        q = tl.where(q == q, tl.minimum(tl.maximum(q, -qmax), qmax), q)
+    return q
+
+
+@triton.jit
+def _two_codes(left, right, NATIVE: tl.constexpr):
+    """int16: e4m3 of the left number in the low byte."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b;"
+            " cvt.rn.satfinite.e4m3x2.f32 a, $3, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
+            " mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r", [left, right], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (_e4m3_by_integers(left).to(tl.int32) | (_e4m3_by_integers(right).to(tl.int32) << 8)).to(tl.int16)
+
+
+@triton.jit
+def _four_codes(a, b, c, d, NATIVE: tl.constexpr):
+    """int32: e4m3 of a in the lowest byte."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 p, q;"
+            " cvt.rn.satfinite.e4m3x2.f32 p, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 q, $4, $3;"
+            " mov.b32 $0, {p, q}; }",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first = _e4m3_by_integers(a).to(tl.int32) | (_e4m3_by_integers(b).to(tl.int32) << 8)
+        return first | (_e4m3_by_integers(c).to(tl.int32) << 16) | (_e4m3_by_integers(d).to(tl.int32) << 24)
+
+
+@triton.jit
+def store_row_codes(
+    word,
+    rows,
+    words,
+    codes,
+    num_rows,
+    num_words,
+    qmax,
+    qmax_inverse,
+    amax_floor,
+    DIVISION: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SATURATES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Quantise words [R, 64], one group of features, along the features; returns the scales [R].
+
+    ``codes`` points at pairs of codes.
+    """
+    magnitudes = word & 0x7FFF7FFF
+    if NATIVE:
+        larger = tl.reduce(magnitudes, 1, _larger_halves)
+        amax_bits = tl.maximum(larger << 16, larger & -65536)
+    else:
+        amax_bits = tl.max(tl.maximum(magnitudes << 16, magnitudes & -65536), axis=1)
+    scale, upper, lower = _factors(amax_bits, qmax, qmax_inverse, amax_floor, DIVISION, POWER_OF_TWO, NATIVE)
+    s, u, v = scale[:, None], upper[:, None], lower[:, None]
+    left = _quotient(low(word), s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE)
+    right = _quotient(high(word), s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE)
+    inside = (rows < num_rows)[:, None] & (words < num_words)[None, :]
+    tl.store(codes + rows[:, None] * num_words + words[None, :], _two_codes(left, right, NATIVE), mask=inside)
+    return scale
+
+
+@triton.jit
+def _store_token_codes_of(
+    a,
+    b,
+    c,
+    d,
+    amax_bits,
+    fourths,
+    features,
+    token_group,
+    codes_t,
+    scales_t,
+    num_tokens,
+    num_features,
+    num_token_groups,
+    qmax,
+    qmax_inverse,
+    amax_floor,
+    WHOLE: tl.constexpr,
+    DIVISION: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SATURATES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Quantise FP32 numbers [R, 64] of four neighbouring tokens each, one scale a feature."""
+    scale, upper, lower = _factors(amax_bits, qmax, qmax_inverse, amax_floor, DIVISION, POWER_OF_TWO, NATIVE)
+    s, u, v = scale[None, :], upper[None, :], lower[None, :]
+    code = _four_codes(
+        _quotient(a, s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE),
+        _quotient(b, s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE),
+        _quotient(c, s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE),
+        _quotient(d, s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE),
+        NATIVE,
+    )
+    code = tl.trans(code)
+    if WHOLE:  # ``codes_t`` points at words, and rows are a multiple of 16 bytes long
+        row_words = num_tokens // 16 * 4
+        inside = (features < num_features)[:, None] & (fourths < row_words)[None, :]
+        tl.store(codes_t + features[:, None] * row_words + fourths[None, :], code, mask=inside)
+    else:
+        for i in tl.static_range(4):
+            tokens = fourths * 4 + i
+            inside = (features < num_features)[:, None] & (tokens < num_tokens)[None, :]
+            at = features[:, None] * num_tokens + tokens[None, :]
+            tl.store(codes_t + at, (code >> (8 * i)).to(tl.uint8), mask=inside)
+    tl.store(scales_t + features * num_token_groups + token_group, scale, mask=features < num_features)
+
+
+@triton.jit
+def store_token_codes(
+    w0,
+    w1,
+    w2,
+    w3,
+    fourths,
+    words,
+    token_group,
+    codes_t,
+    scales_t,
+    num_tokens,
+    num_words,
+    num_token_groups,
+    qmax,
+    qmax_inverse,
+    amax_floor,
+    WHOLE: tl.constexpr,
+    DIVISION: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SATURATES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Quantise four tensors of words, together one group of tokens, along the tokens; codes stored [C, T].
+
+    ``fourths`` [R] are a quarter of the tokens of w0.
+    """
+    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
+    if NATIVE:
+        larger = tl.reduce(_larger_halves(_larger_halves(m0, m1), _larger_halves(m2, m3)), 0, _larger_halves)
+        amax_left, amax_right = larger << 16, larger & -65536
+    else:
+        left = tl.maximum(tl.maximum(m0 << 16, m1 << 16), tl.maximum(m2 << 16, m3 << 16))
+        right = tl.maximum(tl.maximum(m0 & -65536, m1 & -65536), tl.maximum(m2 & -65536, m3 & -65536))
+        amax_left, amax_right = tl.max(left, axis=0), tl.max(right, axis=0)
+    _store_token_codes_of(
+        low(w0), low(w1), low(w2), low(w3), amax_left, fourths, words * 2, token_group, codes_t, scales_t,
+        num_tokens, num_words * 2, num_token_groups, qmax, qmax_inverse, amax_floor,
+        WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+    )  # fmt: skip
+    _store_token_codes_of(
+        high(w0), high(w1), high(w2), high(w3), amax_right, fourths, words * 2 + 1, token_group, codes_t, scales_t,
+        num_tokens, num_words * 2, num_token_groups, qmax, qmax_inverse, amax_floor,
+        WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+    )  # fmt: skip

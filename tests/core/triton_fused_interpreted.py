@@ -1,0 +1,171 @@
+"""The fused Triton kernels in Triton's interpreter on the CPU: indexing, rounding, order.
+
+Run by `test_fused_kernels.py`; not collected by name, like `triton_interpreted.py`.  Words are packed and cast by
+integers here, so every step rounds as it must and bits can be compared; only the exponential is numpy's, and the
+expected silu uses the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from jetgraph.lowering import reference, triton_fused, triton_rows
+
+JET = (448.0, 1e-12, "div", False)
+RULES = [(448.0, 1e-4, d, p) for d, p in [("div", False), ("mul1/s", False), ("mulq/a", False), ("div", True)]] + [
+    (240.0, 1e-10, "div", False)
+]
+SHAPES = [(1, 576), (130, 144), (144, 16)]
+FEW = [(1, 576), (18, 144), (16, 16)]
+"""One row; a ragged last group both ways, T not a multiple of 16; T a multiple of 16, so that codes go out as words."""
+LOW = {"native": False}
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """BF16 of many magnitudes, with zeros and -0."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 6, shape[-1:], generator=generator))
+    return torch.where(torch.rand(shape, generator=generator) < 0.05, -0.0, x).bfloat16()
+
+
+def assert_same(got, expected) -> None:
+    for g, e in zip(got, expected, strict=True):
+        assert g.shape == e.shape
+        assert g.dtype is e.dtype
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[e.element_size()]
+        assert torch.equal(g.contiguous().view(bits), e.contiguous().view(bits))
+
+
+def both(x: Tensor, rule: tuple = JET) -> tuple[Tensor, ...]:
+    return *reference.quantize(x, 1, 128, *rule), *reference.quantize(x.t(), 1, 128, *rule)
+
+
+def numpy_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / (1 + exp(-x)) and x / (1 + exp(-x)) in FP32."""
+    wide = x.float()
+    below = torch.from_numpy(np.exp(-wide.numpy())) + 1.0
+    return torch.ones_like(below) / below, wide / below
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """x as a view that starts at 16 bytes, with NaN on all sides."""
+    memory = torch.full((x.shape[0] + 2, x.shape[1] + 32), float("nan"), dtype=x.dtype)
+    memory[1:-1, 16:-16] = x
+    return memory[1:-1, 16:-16]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_rule(rule):
+    x = numbers(6, 144)
+    assert_same(triton_fused.quantize_rows_and_tokens(x, 128, *rule, **LOW), both(x, rule))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_ways_of_any_view(shape):
+    x = numbers(*shape)
+    for view in (poisoned(x), x.t().contiguous().t()):
+        assert_same(triton_fused.quantize_rows_and_tokens(view, 128, *JET, **LOW), both(x))
+    assert_same(triton_fused.quantize_tokens(x, 128, *JET, **LOW), both(x)[2:])
+
+
+@pytest.mark.parametrize("shape", FEW, ids=str)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_gated_activation(shape, tokens):
+    gate, up = numbers(*shape), numbers(*shape, seed=1)
+    y = (numpy_sigmoid(gate)[1].bfloat16() * up).view(shape)
+    got = triton_fused.silu_mul_quantize(poisoned(gate), poisoned(up), tokens, 128, *JET, **LOW)
+    assert_same(got[:2], both(y)[:2])
+    if tokens:
+        assert_same(got[2:], both(y)[2:])
+    else:
+        assert all(t.numel() == 0 for t in got[2:])
+
+
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_gradients_of_a_gated_activation(shape):
+    dy, gate, up = (numbers(*shape, seed=s) for s in range(3))
+    sigmoid, silu = numpy_sigmoid(gate)
+    wide = gate.double()
+    inner = (wide * (1.0 - sigmoid).double() + 1.0).float()  # one rounding, as fma has: exact in float64 before it
+    d_gate = ((dy * up).float() * sigmoid * inner).bfloat16()
+    got = triton_fused.silu_mul_backward_quantize(dy, gate, up, 128, *JET, **LOW)
+    d_up = dy * silu.bfloat16()
+    assert_same(got[4:], both(d_up))
+    # the interpreter's fma rounds twice, so a code in thousands may be another; scales follow
+    expected = both(d_gate)
+    for g, e in zip(got[:4], expected, strict=True):
+        assert g.shape == e.shape
+        assert (g.float() != e.float()).double().mean() < 0.01
+        assert ((g.float() - e.float()).abs() <= 0.13 * e.float().abs() + 0.002).all()
+
+
+@pytest.mark.parametrize("shape", FEW, ids=str)
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm(shape, tokens, added):
+    x, residual, weight = numbers(*shape), numbers(*shape, seed=1), numbers(shape[1], seed=2)
+    given = poisoned(residual) if added else None
+    s, r, *codes = triton_fused.rms_norm_quantize(poisoned(x), given, weight, 1e-6, True, tokens, 128, *JET, **LOW)
+    total = x + residual if added else x
+    if added:
+        assert_same([s], [total])
+    mean = triton_rows.row_mean(total.float().square())[:, None]
+    exact = 1 / (mean.double() + torch.tensor(1e-6)).sqrt()
+    assert ((r.double() - exact).abs() <= 2.0**-23 * exact).all()
+    y = weight * (total.float() * r).bfloat16()
+    assert_same(codes[:2], both(y)[:2])
+    if tokens:
+        assert_same(codes[2:], both(y)[2:])
+
+
+def written_out(x: Tensor) -> Tensor:
+    """The order that `triton_rows` promises, in plain torch."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
+    lanes = torch.zeros_like(padded[:, 0])
+    for i in range(padded.shape[1]):
+        lanes = lanes + padded[:, i]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, 0::2] + lanes[:, 1::2]
+    return lanes[:, 0] / torch.full_like(lanes[:, 0], x.shape[1])
+
+
+@pytest.mark.parametrize("length", [1, 100, 576, 4096])
+def test_row_means_add_in_the_order_that_is_written(length):
+    x = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
+    assert_same([triton_rows.row_mean(x)], [written_out(x)])
+    assert_same([triton_rows.row_mean(x[3:4])], [written_out(x)[3:4]])
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_fused_norm_takes_the_mean_of_row_mean(added):
+    """Seen through eps = 0: r is the same function of the same bits."""
+    x, residual = numbers(9, 576, seed=5), numbers(9, 576, seed=6)
+    r = triton_fused.rms_norm_quantize(
+        x, residual if added else None, torch.ones(576).bfloat16(), 0.0, True, False, 128, *JET, **LOW
+    )[1]
+    square = ((x + residual) if added else x).float().square()
+    assert_same([r[:, 0]], [torch.from_numpy(1 / np.sqrt(written_out(square).numpy()))])
+
+
+def test_nothing_to_do():
+    x = numbers(0, 320)
+    assert [tuple(t.shape) for t in triton_fused.quantize_rows_and_tokens(x, 128, *JET)] == [
+        (0, 320), (0, 3), (320, 0), (320, 0),
+    ]  # fmt: skip
+    s, r, *codes = triton_fused.rms_norm_quantize(x, x, numbers(320), 1e-6, True, True, 128, *JET)
+    assert [tuple(t.shape) for t in (s, r, *codes)] == [(0, 320), (0, 1), (0, 320), (0, 3), (320, 0), (320, 0)]
+
+
+def test_non_finite_groups_are_loud():  # [N5]
+    x = torch.ones(6, 256).bfloat16()
+    x[0, 5], x[1, 130], x[2] = float("nan"), float("-inf"), 0.0
+    codes, scales, codes_t, scales_t = triton_fused.quantize_rows_and_tokens(x, 128, *JET, **LOW)
+    assert scales.isnan().tolist() == [[True, False], [False, True], *[[False, False]] * 4]
+    assert (codes[0, :128].view(torch.uint8) & 0x7F == 0x7F).all()
+    assert scales_t[:, 0].isnan().nonzero()[:, 0].tolist() == [5, 130]
+    assert (codes_t[5].view(torch.uint8) & 0x7F == 0x7F).all()
+    finite = torch.tensor([2, 3, 4, 5])
+    assert_same((codes[finite], scales[finite]), reference.quantize(x[finite], 1, 128, *JET))
