@@ -7,16 +7,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test check setup lint clean
+.PHONY: demo test test-rl check setup lint clean
 
 demo: setup
 	@$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/pytest -m "(slow or engine or model) and not gpu"
+	$(BIN)/pytest -m "(slow or engine or model) and not gpu and not rl"
+
+# whole VeRL runs: admitted, killed, resumed, refused; about 10 minutes on two idle cores
+test-rl: setup
+	$(BIN)/pytest -m rl
 
 check: setup lint
-	$(BIN)/pytest -m "not slow and not engine and not model and not gpu"
+	$(BIN)/pytest -m "not slow and not engine and not model and not gpu and not rl"
 
 lint: setup
 	$(BIN)/ruff check .

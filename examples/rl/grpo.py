@@ -44,6 +44,7 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
         f"{actor}.ppo_mini_batch_size={given.prompts}",
         f"{actor}.ppo_micro_batch_size_per_gpu={given.micro_batch}",
         f"{actor}.optim.lr={given.lr}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={given.micro_batch}",
         f"{rollout}.name=vllm",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.n={given.samples}",

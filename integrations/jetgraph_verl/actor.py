@@ -80,6 +80,11 @@ class Weights:
         self.module = module
         self.policy = policy
 
+    @property
+    def num_bytes(self) -> int:
+        """No update is larger: BF16 is the widest format that is sent."""
+        return 2 * sum(parameter.numel() for parameter in self.module.parameters())
+
     def at(self, version: int) -> Update:
         return publish(self.module, version, self.policy)
 
@@ -87,10 +92,12 @@ class Weights:
 def restore_rotary_buffers(module: torch.nn.Module) -> None:
     """Rotary frequencies in FP32 again: VeRL's ``module.to(dtype)`` rounds them to BF16, which no engine does."""
     for part in module.modules():
-        if hasattr(part, "original_inv_freq") and hasattr(part, "config"):
+        # one of each per layer type in some families: sliding_attention_inv_freq, full_attention_original_inv_freq
+        rounded = {name: b for name, b in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
+        if rounded and hasattr(part, "config"):
             fresh = type(part)(part.config)
-            part.inv_freq = fresh.inv_freq.to(part.inv_freq.device)
-            part.original_inv_freq = part.inv_freq
+            for name, buffer in rounded.items():
+                setattr(part, name, getattr(fresh, name).to(buffer.device))
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:

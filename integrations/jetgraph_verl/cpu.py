@@ -195,8 +195,8 @@ def refuse_the_stock_entry_point() -> None:
     Raises:
         SystemExit: that is what was typed.
     """
-    asked = any(argument.lstrip("+").startswith("jetgraph.") for argument in sys.argv[1:])
-    if asked and any(part == "verl.trainer.main_ppo" for part in sys.orig_argv):
+    asked = any(argument.lstrip("+").startswith(("jetgraph.", "jetgraph=")) for argument in sys.argv[1:])
+    if asked and any(part.endswith(("verl.trainer.main_ppo", "verl/trainer/main_ppo.py")) for part in sys.orig_argv):
         sys.exit("jetgraph.* needs jetgraph's entry point: python -m jetgraph_verl.main_ppo, with the same options")
 
 

@@ -75,6 +75,7 @@ class EngineWorker(vLLMColocateWorkerExtension):
             raise RuntimeError("finish_capture without start_capture")
         self._recording.close()
         recorder, sampler = self._recorded
+        self._recording = self._recorded = None  # what was recorded is large, and of this capture only
         view = EngineView(self.model_runner.get_model(), self.model_runner.vllm_config)
         captured = collect.collect(view, capture.RECORDER.bodies, self._heads, recorder, sampler, with_values=True)
         graph = replay_capture(captured, lift_engine)

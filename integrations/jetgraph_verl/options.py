@@ -58,7 +58,7 @@ def prepare(config: DictConfig) -> Options | None:
     """Read ``jetgraph.*`` and fit the run's configuration to it; None if the run asks for no policy.
 
     Raises:
-        OptionsError: an unknown key or value, or a setting of the run that contradicts the policy; all of them at once.
+        OptionsError: an unknown key or value; or settings of the run that contradict the policy, all of them at once.
         PolicyError, WaiverError: the policy does not fit the model, or the waivers cannot be read.
     """
     asked = config.get("jetgraph") or OmegaConf.create()
@@ -70,7 +70,8 @@ def prepare(config: DictConfig) -> Options | None:
     if refusals:
         raise OptionsError("jetgraph.policy cannot hold in this run:\n- " + "\n- ".join(refusals))
     policy = get_policy(asked.policy)
-    enforcement = str(asked.get("enforcement", "start"))
+    enforcement = asked.get("enforcement", "start")
+    enforcement = "off" if enforcement is False else str(enforcement)  # YAML reads a bare off as False
     if enforcement not in [str(e) for e in Enforcement]:
         raise OptionsError(f"jetgraph.enforcement={enforcement}: choose one of {', '.join(map(str, Enforcement))}")
     rounding = str(asked.get("rounding", "nearest"))
@@ -116,6 +117,15 @@ def _contradictions(config: DictConfig) -> Iterator[str]:
         yield f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}: only 'sync' is supported"
     if actor.strategy != "fsdp2":
         yield f"actor.strategy={actor.strategy}: expected fsdp2, whose parameters keep their names and shapes"
+    reference = config.actor_rollout_ref.get("ref") or {}
+    if (found := reference.get("strategy", actor.strategy)) != actor.strategy:
+        yield f"ref.strategy={found}: expected the actor's, {actor.strategy}; the reference would not run the policy"
+    reward = (config.get("reward") or {}).get("reward_model") or {}
+    if reward.get("enable") and not reward.get("enable_resource_pool"):
+        yield (
+            "reward.reward_model.enable without enable_resource_pool: after a colocated reward model VeRL sends "
+            "weights of no version"
+        )
     if rollout.name != "vllm":
         yield f"rollout.name={rollout.name}: expected vllm"
     if rollout.get("quantization") is not None:
@@ -154,11 +164,18 @@ def _fit(config: DictConfig, options: Options) -> None:
         shared.rollout.calculate_log_probs = True
         shared.rollout.logprobs_mode = "raw_logprobs"  # the same numbers at temperature 1 without top-p and top-k
         shared.rollout.dtype = "bfloat16"
-        vllm = shared.rollout.engine_kwargs.setdefault("vllm", {})
-        vllm["hf_overrides"] = {"quantization_config": declaration}
+        vllm = _section(shared.rollout.engine_kwargs, "vllm")
+        _section(vllm, "hf_overrides")["quantization_config"] = declaration
         vllm["compilation_config"] = {"mode": 2, "backend": BACKEND, "custom_ops": ["all"], "cudagraph_mode": "NONE"}
-        environment = config.ray_kwargs.ray_init.setdefault("runtime_env", {}).setdefault("env_vars", {})
+        environment = _section(_section(config.ray_kwargs.ray_init, "runtime_env"), "env_vars")
         environment["VLLM_USE_AOT_COMPILE"] = "0"  # a capture needs a real compilation
         environment["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         environment["VERL_DISABLE_FLASH_ATTN_CE"] = "1"
         environment["JETGRAPH_PLAIN_LINEAR"] = "1"  # without effect on a GPU
+
+
+def _section(parent: DictConfig, key: str) -> DictConfig:
+    """``parent[key]`` itself, made if it is missing or null; `DictConfig.setdefault` returns what it made a copy of."""
+    if parent.get(key) is None:
+        parent[key] = {}
+    return parent[key]

@@ -41,7 +41,7 @@ class JetgraphAdapter(ServerAdapter):
             raise ValueError("weights without a version: the trainer must say at which step they are")
         start = time.perf_counter()
         serves = self._ensure_server_handle()
-        folder = Path(tempfile.mkdtemp(prefix="jetgraph-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
+        folder = transfer_folder(weights.num_bytes)
         try:
             # every rank streams: gathering a sharded parameter takes all of them
             manifest = await asyncio.to_thread(write_update, weights.at(global_steps), folder)
@@ -55,6 +55,12 @@ class JetgraphAdapter(ServerAdapter):
         path = sync_report_path(Path(self.options.folder), global_steps, self.replica_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report) + "\n")
+
+
+def transfer_folder(num_bytes: int) -> Path:
+    """A new folder for an update of at most ``num_bytes``: in shared memory, or, where that is too small, on disk."""
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * num_bytes
+    return Path(tempfile.mkdtemp(prefix="jetgraph-", dir=SHARED_MEMORY if in_memory else None))
 
 
 def sync_report_path(folder: Path, version: int, replica: int) -> Path:

@@ -46,12 +46,14 @@ class JetgraphTrainer(PPOTrainerSync):
         Raises:
             NotAdmitted: the run stops here, before its first step.
         """
+        self._forget_reports()
         super().on_init_end()
         self._check_sync()
         if self.options.enforcement != Enforcement.OFF:
             self._admit()
 
     def on_step_end(self) -> None:
+        self._forget_reports()
         super().on_step_end()
         self._pending_sync_metrics = self._check_sync()
         if self.options.enforcement == Enforcement.ALWAYS:
@@ -77,6 +79,13 @@ class JetgraphTrainer(PPOTrainerSync):
         for line in admission.lines():
             print(f"jetgraph: {line}", flush=True)
 
+    def _forget_reports(self) -> None:
+        """Reports of this version that an earlier start left say nothing of the sync to come."""
+        for path in sync_report_path(self.folder, self.global_steps, 0).parent.glob(
+            f"version-{self.global_steps:06d}-*"
+        ):
+            path.unlink()
+
     def _check_sync(self) -> dict[str, float]:
         """What the last sync reported, for the log.
 
@@ -98,6 +107,8 @@ class JetgraphTrainer(PPOTrainerSync):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)
+        if (self.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False):
+            return batch  # VeRL took the rollout's logprobs for training's: 0 would be no measurement
         fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         actor = self.config.actor_rollout_ref.actor

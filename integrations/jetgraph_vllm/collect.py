@@ -26,7 +26,7 @@ def collect(
     *,
     with_values: bool,
 ) -> EngineCapture:
-    """``engine`` is a `jetgraph_vllm.engine.Engine`, or has its live parts; ``bodies`` and ``heads`` are the graphs it compiled."""
+    """``engine`` is a `jetgraph_vllm.engine.Engine`, or has its live parts; ``bodies``, ``heads``: what it compiled."""
     model = engine.model
     if len(bodies) != 1:
         raise RuntimeError(f"the engine compiled {len(bodies)} body graphs, expected exactly one without graph breaks")

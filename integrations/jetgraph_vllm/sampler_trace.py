@@ -72,8 +72,10 @@ class DispatchTrace(TorchDispatchMode):
 
 @contextlib.contextmanager
 def tracing(sampler: Any) -> Iterator[list[Op]]:
-    """Trace the first logprob computation of the live sampler inside the block into the list that is yielded.
+    """Trace the first logprob computation of several rows inside the block into the list that is yielded.
 
+    One row would not do: its axis of size 1 could be any axis.  Which requests share a step is a matter of their
+    arrival in an engine that serves, so a first step may have one; a prompt's own logprobs always have several.
     `compute_logprobs` and `gather_logprobs` run as they are, except that the ranks, which vLLM compiles with inductor
     and which no logprob depends on, are computed by the same function uncompiled.
     """
@@ -84,14 +86,14 @@ def tracing(sampler: Any) -> Iterator[list[Op]]:
     ranks = module.batched_count_greater_than
 
     def compute_traced(logits: Tensor) -> Tensor:
-        if trace.ops:
+        if trace.ops or logits.shape[0] < 2:
             return compute(logits)
         trace.name(logits, "logits")
         with trace:
             return compute(logits)
 
     def gather_traced(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        if record:
+        if record or not trace.ops:
             return gather(logprobs, num_logprobs, token_ids)
         trace.name(token_ids, "token_ids")
         module.batched_count_greater_than = getattr(ranks, "_torchdynamo_orig_callable", ranks)

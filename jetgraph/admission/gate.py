@@ -54,7 +54,7 @@ class Admission:
             told.append("the certificate of the earlier start is void: " + "; ".join(self.void))
         told += [f"waived: {waiver}" for waiver in self.waived]
         if self.left:
-            told.append(f"NOT ENFORCED: the run goes on with {len(self.left)} faults that no waiver covers")
+            told.append(f"NOT ENFORCED: the run goes on with faults that no waiver covers: {len(self.left)}")
         return told
 
 
@@ -72,7 +72,8 @@ def admit(
 
     Args:
         train, infer: graph files of the live trainer and the live engine.
-        folder: the run's; an earlier manifest in it is compared with this start and then replaced.
+        folder: the run's; an earlier manifest in it is compared with this start and then replaced.  A start that is
+            refused leaves it: it says what last ran here.
         version: the weight version on which both graphs were captured.
 
     Raises:
@@ -86,26 +87,30 @@ def admit(
     now = now or datetime.datetime.now(datetime.UTC)
     folder.mkdir(parents=True, exist_ok=True)
     earlier = RunManifest.load(folder)
+    for stale in (folder / CERTIFICATE, folder / REPORT):
+        stale.unlink(missing_ok=True)  # of the earlier start
     sources = Source.load(train, "train"), Source.load(infer, "infer")
     result = verify(*sources)
     left, used, expired = apply_waivers(result.faults, waivers, now.date())
     manifest = RunManifest.of(*sources, result, tuple(map(str, used)), version, now.isoformat(timespec="seconds"))
     void = tuple(earlier.changes(manifest)) if earlier else ()
-    for stale in (folder / CERTIFICATE, folder / REPORT):
-        stale.unlink(missing_ok=True)  # of the earlier start
     if result.certificate is not None:
         result.certificate.save(folder / CERTIFICATE)
     else:
-        (folder / REPORT).write_text(result.text())
+        (folder / REPORT).write_text(result.text(), encoding="utf-8")
     if left and enforcement is not Enforcement.WARN:
-        raise NotAdmitted(_refusal(result, left, expired, train, infer))
+        raise NotAdmitted(_refusal(result, left, expired, void, train, infer))
     manifest.save(folder)
     return Admission(result, manifest, tuple(used), tuple(left), void)
 
 
-def _refusal(result: Result, left: list[Fault], expired: list[Waiver], train: Path, infer: Path) -> str:
-    lines = [f"this run may not start: {len(left)} faults stand between training and rollout.", result.text().rstrip()]
+def _refusal(
+    result: Result, left: list[Fault], expired: list[Waiver], void: tuple[str, ...], train: Path, infer: Path
+) -> str:
+    faults = "1 fault stands" if len(left) == 1 else f"{len(left)} faults stand"
+    lines = [f"this run may not start: {faults} between training and rollout.", result.text().rstrip()]
     lines += [f"expired: {waiver}" for waiver in expired]
+    lines += ["changed since the start that was admitted here: " + "; ".join(void)] if void else []
     lines.append(f"both graphs: {train} and {infer}; `jetgraph show {train} {infer}` draws them")
     lines.append("a waiver names rule and node; enforcement 'warn' lets the run go on without one")
     return "\n".join(lines)

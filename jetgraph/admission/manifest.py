@@ -97,7 +97,9 @@ class RunManifest:
             data = bounded_json.parse(bounded_json.read_bytes(path))
             if data.pop("format") != FORMAT:
                 raise ValueError("another format")
-            return cls(**{**data, "waivers": tuple(data["waivers"])})
+            found = cls(**{**data, "waivers": tuple(data["waivers"])})
+            _require_sides(found)
+            return found
         except (bounded_json.Unreadable, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ManifestError(
                 f"{path} is no manifest of a run ({error}); move it away: the run is verified again anyway"
@@ -108,21 +110,39 @@ class RunManifest:
         return list(_changes(self, later))
 
 
+def _require_sides(manifest: RunManifest) -> None:
+    """
+    Raises:
+        ValueError, TypeError, AttributeError: what `_changes` compares is not there, or not of its type.
+    """
+    for side in ("train", "infer"):
+        graph, environment = manifest.graphs[side], manifest.environment[side]
+        if not all(isinstance(graph[digest], str) for digest in ("semantic", "execution")):
+            raise ValueError(f"digests of {side} are no text")
+        if not isinstance(environment["versions"], dict) or not isinstance(environment["device"], str | None):
+            raise ValueError(f"versions or device of {side}")
+        if not isinstance(environment["kernels"], list) or not all(isinstance(k, str) for k in environment["kernels"]):
+            raise ValueError(f"kernels of {side} are no list of names")
+
+
 def _changes(old: RunManifest, new: RunManifest) -> Iterator[str]:
     if old.policy != new.policy:
         yield f"policy {old.policy} → {new.policy}"
     for side in ("train", "infer"):
-        before, after = (m.environment.get(side, {}) for m in (old, new))
-        ours, theirs = before.get("versions") or {}, after.get("versions") or {}
+        before, after = old.environment[side], new.environment[side]
+        ours, theirs = before["versions"], after["versions"]
         for package in sorted({*ours, *theirs}):
             if ours.get(package) != theirs.get(package):
                 yield f"{side}: {package} {ours.get(package, 'absent')} → {theirs.get(package, 'absent')}"
-        if before.get("device") != after.get("device"):
-            yield f"{side}: device {before.get('device')} → {after.get('device')}"
-        gone, came = (
-            set(a.get("kernels") or ()) - set(b.get("kernels") or ()) for a, b in ((before, after), (after, before))
-        )
+        if before["device"] != after["device"]:
+            yield f"{side}: device {before['device']} → {after['device']}"
+        gone, came = (set(a["kernels"]) - set(b["kernels"]) for a, b in ((before, after), (after, before)))
         if gone or came:
             yield f"{side}: kernels " + ", ".join([*(f"−{k}" for k in sorted(gone)), *(f"+{k}" for k in sorted(came))])
-        if old.graphs.get(side, {}).get("semantic") != new.graphs.get(side, {}).get("semantic"):
+        was, now = old.graphs[side], new.graphs[side]
+        if was["semantic"] != now["semantic"]:
             yield f"{side}: another precision graph"
+        elif was["execution"] != now["execution"] and before == after:
+            yield f"{side}: the same kernels at other places"
+    if old.bitwise != new.bitwise:
+        yield f"bitwise: {'yes' if old.bitwise else 'no'} → {'yes' if new.bitwise else 'no'}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,27 +43,27 @@ class Waiver:
             WaiverError: a field is missing, unknown or malformed; a rule that does not exist or needs no waiver.
         """
         if not isinstance(entry, dict) or set(entry) != set(FIELDS):
-            got = ", ".join(map(str, entry)) if isinstance(entry, dict) else type(entry).__name__
+            got = ", ".join(entry)[:200] if isinstance(entry, dict) else type(entry).__name__
             raise WaiverError(f"a waiver has the fields {', '.join(FIELDS)}; got {got}")
         if not all(isinstance(entry[field], str) for field in FIELDS):
             raise WaiverError(f"the fields of a waiver are text; got {entry}"[:300])
-        rule, node, reason = entry["rule"], entry["node"], entry["reason"].strip()
+        rule, node, reason = entry["rule"], entry["node"], " ".join(entry["reason"].split())
         if rule not in RULES:
-            raise WaiverError(f"waiver for {rule!r}: no such rule; `jetgraph verify` names the rule of each fault")
+            raise WaiverError(f"waiver for {rule[:20]!r}: no such rule; `jetgraph verify` names the rule of each fault")
         if RULES[rule].severity not in BLOCKING:
             raise WaiverError(f"waiver for {rule}: faults of this rule do not stop a run, so there is nothing to waive")
         if re.search(r"[*?\[\]]", node):
-            raise WaiverError(f"waiver for {rule}: node {node!r} is a pattern; write one waiver for each node")
+            raise WaiverError(f"waiver for {rule}: node {node[:200]!r} is a pattern; write one waiver for each node")
         if not reason:
             raise WaiverError(f"waiver for {rule} at {node!r} has no reason: say who decided this, and why")
         try:
             expires = datetime.date.fromisoformat(entry["expires"])
+            if entry["expires"] != str(expires):
+                raise ValueError("a week, or without dashes: a date that people misread")
         except ValueError as error:
-            raise WaiverError(f"waiver for {rule}: expires {entry['expires']!r} is not a date YYYY-MM-DD") from error
+            got = entry["expires"][:20]
+            raise WaiverError(f"waiver for {rule}: expires {got!r} is not a date YYYY-MM-DD") from error
         return cls(rule, node, expires, reason)
-
-    def covers(self, fault: Fault) -> bool:
-        return (fault.rule, fault.fqn) == (self.rule, self.node)
 
     def is_valid(self, today: datetime.date) -> bool:
         """The last day counts."""
@@ -89,8 +90,8 @@ def load_waivers(path: str | Path) -> tuple[Waiver, ...]:
     if not isinstance(entries, list):
         raise WaiverError(f"waivers {path}: expected a list of waivers, got {type(entries).__name__}")
     waivers = tuple(map(Waiver.parse, entries))
-    places = [(waiver.rule, waiver.node) for waiver in waivers]
-    if twice := sorted({place for place in places if places.count(place) > 1}):
+    places = Counter((waiver.rule, waiver.node) for waiver in waivers)
+    if twice := [place for place, count in places.items() if count > 1]:
         raise WaiverError(f"waivers {path}: {twice[0][0]} at {twice[0][1]!r} is waived twice; keep one")
     return waivers
 
@@ -100,8 +101,9 @@ def apply_waivers(
 ) -> tuple[list[Fault], list[Waiver], list[Waiver]]:
     """Faults that still stop the run; waivers that were used; those that would have covered a fault, but expired."""
     blocking = [fault for fault in faults if fault.severity in BLOCKING]
-    valid = [waiver for waiver in waivers if waiver.is_valid(today)]
-    left = [fault for fault in blocking if not any(waiver.covers(fault) for waiver in valid)]
-    used = [waiver for waiver in valid if any(waiver.covers(fault) for fault in blocking)]
-    expired = [w for w in waivers if w not in valid and any(w.covers(fault) for fault in blocking)]
-    return left, used, expired
+    found = {(fault.rule, fault.fqn) for fault in blocking}
+    applying = [waiver for waiver in waivers if (waiver.rule, waiver.node) in found]
+    used = [waiver for waiver in applying if waiver.is_valid(today)]
+    covered = {(waiver.rule, waiver.node) for waiver in used}
+    left = [fault for fault in blocking if (fault.rule, fault.fqn) not in covered]
+    return left, used, [waiver for waiver in applying if not waiver.is_valid(today)]
