@@ -23,6 +23,7 @@ from jetgraph.interpret_attention import attention, attention_backward
 from jetgraph.lowering import reference
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.precision import Format
+from jetgraph.whole import DTYPES
 
 
 class Quantized(NamedTuple):
@@ -49,8 +50,6 @@ class Product(NamedTuple):
 
 Attend = Callable[[Node, int, Tensor, Tensor, Tensor], Tensor]
 """(node, how many attention nodes came before, q [T, H·D], k and v [T, Hkv·D]) → [T, H·D]"""
-
-DTYPES = {Format.BF16: torch.bfloat16, Format.F32: torch.float32}
 
 
 class InterpretError(RuntimeError):
