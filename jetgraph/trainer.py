@@ -83,10 +83,11 @@ def capture_step(
         ValueError: fewer than two tokens in all, shapes that differ, or a backward over sharded parameters.
     """
     model = compiled.model
+    device = next(model.parameters()).device
     if input_ids is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
         generator = torch.Generator().manual_seed(0)
-        input_ids = torch.randint(0, vocabulary, (1, CAPTURE_LENGTH), generator=generator)
+        input_ids = torch.randint(0, vocabulary, (1, CAPTURE_LENGTH), generator=generator).to(device)
     if input_ids.ndim != 2 or input_ids.numel() < 2:
         raise ValueError(f"capture needs input_ids [B, S] of at least two tokens; got {tuple(input_ids.shape)}")
     for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
@@ -95,7 +96,7 @@ def capture_step(
                 f"{name} is {tuple(given.shape)}; expected the shape of input_ids, {tuple(input_ids.shape)}"
             )
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    weights = torch.linspace(-1.0, 1.0, input_ids.numel()).view(input_ids.shape)
+    weights = torch.linspace(-1.0, 1.0, input_ids.numel()).to(input_ids.device).view(input_ids.shape)
     inputs = {
         "input_ids": input_ids,
         "positions": (real.cumsum(1) - 1).clamp_min(0) if position_ids is None else position_ids,
