@@ -13,7 +13,7 @@ from jetgraph.admission.waivers import Waiver, apply_waivers
 from jetgraph.verify import Fault, Result, verify
 from jetgraph.verify.source import Source
 
-CERTIFICATE, REPORT = "certificate.json", "counterexample.txt"
+CERTIFICATE, REPORT, ALL_FAULTS = "certificate.json", "counterexample.txt", "counterexample.json"
 
 
 class Enforcement(str, Enum):
@@ -87,7 +87,7 @@ def admit(
     now = now or datetime.datetime.now(datetime.UTC)
     folder.mkdir(parents=True, exist_ok=True)
     earlier = RunManifest.load(folder)
-    for stale in (folder / CERTIFICATE, folder / REPORT):
+    for stale in (folder / CERTIFICATE, folder / REPORT, folder / ALL_FAULTS):
         stale.unlink(missing_ok=True)  # of the earlier start
     sources = Source.load(train, "train"), Source.load(infer, "infer")
     result = verify(*sources)
@@ -98,6 +98,7 @@ def admit(
         result.certificate.save(folder / CERTIFICATE)
     else:
         (folder / REPORT).write_text(result.text(), encoding="utf-8")
+        (folder / ALL_FAULTS).write_text(result.to_json(), encoding="utf-8")  # each by the name that a waiver needs
     if left and enforcement is not Enforcement.WARN:
         raise NotAdmitted(_refusal(result, left, expired, void, train, infer))
     manifest.save(folder)

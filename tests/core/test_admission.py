@@ -104,15 +104,17 @@ def test_anything_else_stops_with_the_counterexample(start, tmp_path, pair, verd
     assert message.startswith("this run may not start: 1 fault stands between training and rollout.")
     for part in (verdict, rule, node, str(tmp_path / "train.json"), str(tmp_path / "infer.json")):
         assert part in message
-    assert files(tmp_path) == {"counterexample.txt"}
+    assert files(tmp_path) == {"counterexample.txt", "counterexample.json"}
     assert (tmp_path / "run/counterexample.txt").read_text(encoding="utf-8").rstrip() in message
+    every = json.loads((tmp_path / "run/counterexample.json").read_text(encoding="utf-8"))
+    assert every["faults"], "what a waiver must name is in the JSON"
 
 
 def test_warn_goes_on_and_says_that_nothing_is_enforced(start, tmp_path):
     admission = start("twice", enforcement=Enforcement.WARN)
     assert [fault.rule for fault in admission.left] == ["JG011", "JG011"]
     assert admission.lines()[-1] == "NOT ENFORCED: the run goes on with faults that no waiver covers: 2"
-    assert files(tmp_path) == {"counterexample.txt", "admission.json"}
+    assert files(tmp_path) == {"counterexample.txt", "counterexample.json", "admission.json"}
     manifest = json.loads((tmp_path / "run/admission.json").read_text())
     assert (manifest["verdict"], manifest["certificate"]) == ("VIOLATED", None)
 
@@ -371,7 +373,7 @@ def test_a_refused_start_says_what_changed_and_takes_the_certificate_but_not_the
     train, infer = PAIRS["violated"]()
     with pytest.raises(NotAdmitted, match="changed since the start that was admitted here: infer: toy 1 → 2"):
         start((train, with_meta(infer, versions={"toy": "2"})))
-    assert files(tmp_path) == {"counterexample.txt", "admission.json"}
+    assert files(tmp_path) == {"counterexample.txt", "counterexample.json", "admission.json"}
     assert (tmp_path / "run/admission.json").read_bytes() == manifest
 
 
