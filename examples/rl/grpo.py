@@ -1,6 +1,6 @@
 """GRPO on chain sums with SmolLM2: VeRL trains, vLLM rolls out, jetgraph stands at the gate.
 
-    python examples/rl/grpo.py --steps 3                    # on this machine's GPU, or on its CPU if there is none
+    python examples/rl/grpo.py --steps 3                    # run on CPU so far; takes a GPU if there is one
     python examples/rl/grpo.py --steps 3 --policy bf16      # another policy, both sides
     python examples/rl/grpo.py --steps 6 algorithm.kl_ctrl.kl_coef=0.001     # any VeRL option, passed on
 

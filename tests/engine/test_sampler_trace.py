@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from jetgraph_vllm.sampler_trace import tracing
 
 pytestmark = pytest.mark.slow
