@@ -68,7 +68,7 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
         "trainer.test_freq=-1",
         f"trainer.save_freq={given.save_every}",
         f"trainer.default_local_dir={given.folder / 'checkpoints'}",
-        f"jetgraph.folder={given.folder / 'jetgraph'}",
+        f"jetgraph.folder={given.folder / 'jetgraph-run'}",
         f"hydra.run.dir={given.folder / 'hydra'}",
         *(on_cpu(given) if device == "cpu" else []),
         *given.others,

@@ -3,7 +3,7 @@
 jetgraph.policy=jet              the policy's name or a path to its JSON; null (the default) leaves VeRL as it is
 jetgraph.enforcement=start       off | warn | start | always (`jetgraph.admission.Enforcement`)
 jetgraph.waivers=waivers.json    exceptions by rule and node, each with a last day
-jetgraph.folder=…                graphs, certificate, manifest, sync reports; default_local_dir/jetgraph
+jetgraph.folder=…                graphs, certificate, manifest, sync reports; default_local_dir/jetgraph-run
 jetgraph.rounding=nearest        how an optimizer step rounds BF16 masters: nearest | stochastic | kahan | split
 jetgraph.baseline=…              whose limits raise alarms: a stored BF16/BF16 baseline's name or file; null is the
                                  field's usual limits (`jetgraph.mismatch.FIELD_LIMITS`)
@@ -89,7 +89,10 @@ def prepare(config: DictConfig) -> Options | None:
         )
     baseline = asked.get("baseline")
     limits(baseline)
-    folder = Path(asked.get("folder") or Path(config.trainer.default_local_dir) / "jetgraph").resolve()
+    # not "jetgraph": a process that starts beside a folder of that name would import it instead of the package
+    folder = Path(asked.get("folder") or Path(config.trainer.default_local_dir) / "jetgraph-run").resolve()
+    if folder.name == "jetgraph":
+        raise OptionsError(f"jetgraph.folder={folder}: a process started beside it would import it; use another name")
     options = Options(policy.to_plain(), enforcement, str(folder), waivers, rounding, baseline)
     _fit(config, options)
     return options

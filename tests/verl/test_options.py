@@ -230,7 +230,9 @@ def test_a_policy_file_travels_by_content(jet_run, tmp_path):
 
 
 def test_the_folder_is_beside_the_checkpoints(jet_run, tmp_path):
-    assert prepare(jet_run(**{"trainer.default_local_dir": str(tmp_path)})).folder == str(tmp_path / "jetgraph")
+    assert prepare(jet_run(**{"trainer.default_local_dir": str(tmp_path)})).folder == str(tmp_path / "jetgraph-run")
+    with pytest.raises(OptionsError, match="would import it"):  # the worker's own folder comes first on its path
+        prepare(jet_run(**{"jetgraph.folder": str(tmp_path / "jetgraph")}))
 
 
 def test_limits_are_the_fields_or_a_baselines():

@@ -87,7 +87,7 @@ def steps(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def served(folder: Path, version: int) -> dict:
-    return json.loads((folder / f"jetgraph/sync/version-{version:06d}-replica-0.json").read_text())
+    return json.loads((folder / f"jetgraph-run/sync/version-{version:06d}-replica-0.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def killed_and_resumed(model, tmp_path_factory) -> tuple[Path, dict, dict, str]:
     saved = int(tracker.read_text())
     before, logged = served(folder, saved), steps(folder)
     assert saved >= 1
-    manifest = folder / "jetgraph/admission.json"
+    manifest = folder / "jetgraph-run/admission.json"
     earlier = json.loads(manifest.read_text())
     earlier["environment"]["infer"]["versions"]["vllm"] = "0.26.0"  # as if vLLM had been changed since
     manifest.write_text(json.dumps(earlier))
@@ -118,9 +118,9 @@ def killed_and_resumed(model, tmp_path_factory) -> tuple[Path, dict, dict, str]:
 def test_the_run_is_admitted_bitwise(killed_and_resumed):
     folder, _, _, output = killed_and_resumed
     assert "jetgraph: CONTAINED" in output, output[-3000:]
-    manifest = json.loads((folder / "jetgraph/admission.json").read_text())
+    manifest = json.loads((folder / "jetgraph-run/admission.json").read_text())
     assert (manifest["verdict"], manifest["bitwise"], manifest["policy"]) == ("CONTAINED", True, "jet")
-    graphs = [str(folder / "jetgraph" / name) for name in ("certificate.json", "train.json", "infer.json")]
+    graphs = [str(folder / "jetgraph-run" / name) for name in ("certificate.json", "train.json", "infer.json")]
     check = subprocess.run(
         [sys.executable, "-I", "-S", REPOSITORY / "jetgraph/verify/checker.py", *graphs], check=False
     )
@@ -161,5 +161,5 @@ def test_what_people_run_today_is_refused_before_step_1(model, tmp_path):
     assert "this run may not start" in output
     assert "JG014" in output
     assert steps(tmp_path) == {}
-    assert not (tmp_path / "jetgraph/admission.json").exists()
-    assert "JG014" in (tmp_path / "jetgraph/counterexample.txt").read_text()
+    assert not (tmp_path / "jetgraph-run/admission.json").exists()
+    assert "JG014" in (tmp_path / "jetgraph-run/counterexample.txt").read_text()
