@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import default_partition
@@ -22,18 +21,17 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jetgraph.capture import CompiledRegion, Recorder
+from jetgraph.codegen import Execution
 from jetgraph.passes.edit import mark_forward
-
-CODEGENS = ("fx", "inductor")
 
 
 class Backend:
     """A torch.compile backend that runs ``lower`` on joint graphs and executes the partitioned result.
 
-    ``codegen`` fx executes the graph's operators one by one, rounding where the graph rounds; inductor fuses them.
+    ``codegen`` fx executes the graph's operators one by one; inductor fuses them (`jetgraph.codegen`).
 
     Private torch API used (same in 2.11–2.13): aot_autograd(partition_fn=…), default_partition, fx_graph_cse,
-    compile_fx_inner, select_decomp_table, node.meta["partitioner_tag"].
+    node.meta["partitioner_tag"], and a callable's ``_boxed_call`` (it takes its arguments as a list, which it empties).
     """
 
     __name__ = "jetgraph"
@@ -67,19 +65,16 @@ class Backend:
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
         def forward(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
-            region.forward = graph
-            return make_boxed_func(self._observed(region, "forward", graph, self._emit(graph, inputs)))
+            return self._executed(region, "forward", graph, inputs)
 
         def backward(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
-            region.backward = graph
-            return make_boxed_func(self._observed(region, "backward", graph, self._emit(graph, inputs)))
+            return self._executed(region, "backward", graph, inputs)
 
         def inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
             mark_forward(graph.graph)
             graph.graph = fx_graph_cse(graph.graph)
             region.lowered = self.lower(graph)
-            region.inference = graph
-            return make_boxed_func(self._observed(region, "inference", graph, self._emit(graph, inputs)))
+            return self._executed(region, "inference", graph, inputs)
 
         compiled = aot_autograd(
             fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
@@ -87,33 +82,23 @@ class Backend:
         region.seconds = time.perf_counter() - start
         return compiled
 
-    def _emit(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable:
-        """What executes ``graph``: its own code, or Inductor's, which may keep FP32 where the graph rounds."""
-        if self.codegen == "fx":
-            return graph.forward
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx_inner
-        from torch._inductor.decomposition import select_decomp_table
-        from torch.fx.experimental.proxy_tensor import make_fx
+    def _executed(self, region: CompiledRegion, kind: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable:
+        """``graph`` as a callable that counts and, when a `Recorder` is active, tells it what went in and came out."""
+        setattr(region, kind, graph)
+        execution = region.executions[kind] = Execution(graph, inputs, kind, self.codegen)
 
-        decomposed = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
-        with config.patch(emulate_precision_casts=True):
-            compiled = compile_fx_inner(decomposed, inputs)
-        return lambda *args: compiled(list(args))
-
-    def _observed(self, region: CompiledRegion, kind: str, graph: GraphModule, execute: Callable) -> Callable:
-        """Execute and count; when a `Recorder` is active, tell it what went in and came out."""
-
-        def run(*args: Any) -> Any:
+        def run(args: list[Any]) -> Any:
             self.executions[self.running][kind] += 1
             recorder = Recorder.active
             if recorder is None:
-                return execute(*args)
+                return execution.run(args)
+            given = tuple(args)
             with _disable_current_modes():
-                out = execute(*args)
-            recorder.region_call(region, kind, args, out)
+                out = execution.run(args, captured=True)
+            recorder.region_call(region, kind, given, out)
             return out
 
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jetgraph.codegen import Execution
 from jetgraph.fx_record import record_argument, record_value
 from jetgraph.record import Op, Ref, TensorSpec
 from jetgraph.whole import is_sharded
@@ -28,6 +29,8 @@ class CompiledRegion:
     backward: GraphModule | None = None
     inference: GraphModule | None = None
     num_outputs: int = 0
+    executions: dict[str, Execution] = field(default_factory=dict)
+    """By kind, how that graph is executed."""
     seconds: float = 0.0
     lowered: list = field(default_factory=list)
 

@@ -21,11 +21,13 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from jetgraph import exported
-from jetgraph.backend import CODEGENS, Backend, run_region
+from jetgraph.backend import Backend, run_region
+from jetgraph.codegen import CODEGENS
 from jetgraph.coverage import Coverage, coverage
 from jetgraph.errors import CompileError
 from jetgraph.graph import Role
 from jetgraph.linear import Linear, check_convertible, convert
+from jetgraph.lowering import registry
 from jetgraph.lowering.kernels import Kernels
 from jetgraph.lowering.linear_ops import linear_requests
 from jetgraph.lowering.weight_codes import Held, hold
@@ -92,6 +94,15 @@ class Compiled:
             report = dataclasses.replace(report, others=(switched,))
         return report
 
+    def codegens(self) -> dict[str, str]:
+        """What runs the newest graphs of each kind of region, and why not Inductor where it was asked for."""
+        return {
+            f"{name or 'the model'} {kind}": execution.by + (f": {execution.reason}" if execution.reason else "")
+            for name, backend in _first_names(self.regions).items()
+            for variant in backend.compiled
+            for kind, execution in variant.executions.items()
+        }
+
     def fusions(self) -> list[Fusion]:
         """Every fusion that was tried so far, once for each graph, with the reason of a refusal."""
         return list(self.tried)
@@ -120,9 +131,9 @@ def compile(
     *,
     provider: str = "reference",
     scope: str = "blocks",
-    codegen: str = "fx",
+    codegen: str = "auto",
     kernels: str = "auto",
-    fused: bool = False,
+    fused: bool | None = None,
 ) -> torch.nn.Module:
     """Make ``model`` train in the precision flow of ``policy``; returns the same module.
 
@@ -136,15 +147,16 @@ def compile(
             torch's own attention and BF16 GEMMs (and cannot serve an FP8 policy bit for bit against a rollout).
         scope: what is captured as one graph: ``blocks``, each decoder block where it stands (equal blocks compile
             once), or ``whole``, the model.  Linears outside run their declared precision eagerly.
-        codegen: ``fx`` runs the lowered graph operator by operator, rounding where it rounds; ``inductor`` fuses
-            operators and may round less often than the graph says, so no graph of such a run verifies (JG092).
+        codegen: ``fx`` runs the lowered graphs operator by operator; ``inductor`` makes kernels of what lies between
+            GEMMs, of a forward only if they keep every bit (`jetgraph.codegen`: tested when they are made); ``auto`` is
+            ``inductor`` on a GPU.
         kernels: whose FP8 GEMMs run: ``auto`` (the fastest that serves the shape and, in FPROP, whose rows do not
             depend on each other), a provider's name, or a name per role as ``dgrad=triton,wgrad=cublaslt``;
             `jetgraph doctor` lists them.  On a CPU it is the reference.  Linears that run outside compiled blocks take
             the registry's own choice.
         fused: quantise where a norm, an activation or a gradient is computed, in one operator.  The same bits, checked
-            for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  On CUDA the
-            provider `triton_fused` runs them, elsewhere their definitions, which save memory but no time.
+            for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  By default where
+            the provider `triton_fused` runs; elsewhere the definitions do, which save memory but no time.
 
     Raises:
         ValueError: unknown policy, provider, scope, codegen or kernels, or a policy rule that matches nothing in the
@@ -180,6 +192,11 @@ def compile(
         if provider == "reference":
             _use_reference_attention(model)
         declare_precision(model, chosen, provider)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if codegen == "auto":
+        codegen = "inductor" if device.type == "cuda" else "fx"
+    if fused is None:
+        fused = registry.probe("triton_fused", device).ok
     _compile_regions(model, Compiled(model, chosen, provider, scope, codegen, wanted, fused))
     return model
 

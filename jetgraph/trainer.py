@@ -129,7 +129,7 @@ def capture_step(
             parameter.grad = held[name]
     evidence, batch = _evidence(recorder, sequences)
     lifting = _StepLifter(recorder.step, model, tuple(input_ids.shape), evidence, sequences.rows_are_sequences)
-    graph = lift_step(lifting, compiled)
+    graph = lift_step(lifting, compiled, executed_by(recorder.step))
     return CapturedStep(graph, inputs, logits.detach(), logprob.detach(), gradients, batch)
 
 
@@ -221,12 +221,19 @@ class _StepLifter:
         return lifter.outputs(ops, env)
 
 
-def lift_step(lifting: _StepLifter, compiled: Compiled) -> PrecisionGraph:
+def executed_by(step: Step) -> str:
+    """Who ran the forward graphs of a recorded step: ``fx``, ``inductor-exact``, ``inductor``; the least exact one."""
+    ran = {c.region.executions[c.kind].by for c in step.regions.values() if c.kind != "backward"}
+    return next((by for by in ("inductor", "inductor-exact") if by in ran), "fx")
+
+
+def lift_step(lifting: _StepLifter, compiled: Compiled, executed: str) -> PrecisionGraph:
     """The precision graph of a recorded step, with everything the verifier needs to know in ``meta``."""
     outputs = lifting.run()
     _state_reasons(lifting.builder, compiled)
     graph = lifting.builder.graph("train", outputs, {})
-    return dataclasses.replace(graph, meta={**graph.meta, **_meta(graph, compiled, lifting.lifter)})
+    meta = _meta(graph, compiled, lifting.lifter)
+    return dataclasses.replace(graph, meta={**graph.meta, **meta, "compiler": executed})
 
 
 def _state_reasons(builder: TermBuilder, compiled: Compiled) -> None:
@@ -251,7 +258,6 @@ def _meta(graph: PrecisionGraph, compiled: Compiled, lifter: Lifter) -> dict[str
         "provider": compiled.provider,
         "device": next(model.parameters()).device.type,
         "versions": versions("torch", "transformers"),
-        "compiler": compiled.codegen,
         "capture": {"regions": len(compiled.regions), "token_shape": list(lifter.layouts.token_shape)},
         "parameters": {
             name: {

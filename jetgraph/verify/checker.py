@@ -191,7 +191,7 @@ def _conformance(graph):
     """The policy's precision at every linear; and that the capture may be believed: replay, compiler, known ops."""
     replay, side = graph.meta.get("replay") or {}, graph.side
     need(replay.get("passed") is True and replay.get("cases"), f"the {side} graph did not pass the replay gate")
-    need(graph.meta.get("compiler") in ("fx", "eager"), f"the {side} graph's compiler may drop casts")
+    need(graph.meta.get("compiler") in ("fx", "eager", "inductor-exact"), f"the {side} graph's compiler may drop casts")
     scope, seen = graph.meta["scope"], set()
     need(all(graph.terms[i].op != "unknown" for i in graph.live), f"the {side} graph has an unknown op")
     for index in (i for i in graph.live if graph.terms[i].op in GEMMS):

@@ -14,7 +14,7 @@ from jetgraph.ops import OPS
 from jetgraph.verify.fault import Fault, at, on
 from jetgraph.verify.forward import Forward
 
-TRUSTED_COMPILERS = ("fx", "eager")
+TRUSTED_COMPILERS = ("fx", "eager", "inductor-exact")
 
 
 def evidence(train: Forward, infer: Forward) -> list[Fault]:

@@ -325,7 +325,7 @@ _ROWS = [
         _EVID,
         "The graph was lowered by a compiler that is not known to keep every cast the graph shows.",
         "Inductor may keep FP32 in registers across ops that FX shows as rounded.",
-        "run the {op} side with compiler fx or eager, or show that {got} keeps casts",
+        "run the {op} side with compiler {expected}, or show that {got} keeps casts",
         "1.9",
     ),
     Rule(

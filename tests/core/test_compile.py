@@ -202,7 +202,7 @@ def test_clear_errors():
     model = jetgraph.compile(random_model(), "bf16")
     with pytest.raises(CompileError, match="compiled already"):
         jetgraph.compile(model, "jet")
-    with pytest.raises(ValueError, match="codegen 'triton' does not exist; choose one of fx, inductor"):
+    with pytest.raises(ValueError, match="codegen 'triton' does not exist; choose one of auto, fx, inductor"):
         jetgraph.compile(random_model(), "jet", codegen="triton")
     with pytest.raises(CompileError, match=r"is torch.float16; expected torch.bfloat16 or torch.float32 masters"):
         jetgraph.compile(random_model().half(), "jet")

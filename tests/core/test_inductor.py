@@ -1,30 +1,113 @@
-"""Graphs emitted by Inductor run, round elsewhere than they say, and so never verify (JG092)."""
+"""Inductor's kernels run a forward graph only with the graph's own bits; any other runs operator by operator."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import jetgraph
+from jetgraph.codegen import Execution, inexact_calls, same_bits
 from jetgraph.trainer import capture_step
 from jetgraph.verify import Verdict, verify
 from tests.core.small_models import one_step, random_ids, random_model
 
-pytestmark = pytest.mark.slow
+
+def rotated(x, cos, sin):
+    """Rotary embedding: two products and a sum, three roundings to BF16."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cos + turned * sin, x + turned
 
 
-def test_inductor_runs_and_its_graph_is_unknown():
+def traced(function, *inputs):
+    return make_fx(function)(*inputs)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.slow
+def test_a_forward_of_exact_operators_keeps_every_bit():
+    """Without its casts kept, an Inductor kernel rounds once where the graph rounds three times."""
+    inputs = [numbers(64, 32, seed=s) for s in range(3)]
+    graph = traced(rotated, *inputs)
+    execution = Execution(graph, inputs, "forward", "inductor")
+    assert (execution.by, execution.reason) == ("inductor", "")
+    first = execution.run(list(inputs))
+    assert execution.by == "inductor-exact"
+    assert all(map(same_bits, first, graph(*inputs)))
+    others = [numbers(64, 32, seed=s) * 1e3 for s in range(3, 6)]
+    assert all(map(same_bits, execution.run(list(others)), graph(*others)))
+    held = list(inputs)
+    execution.run(held)
+    assert held == []  # activations die when they were read
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: (x.float().mean(-1, keepdim=True),), lambda x: (x.exp(),), lambda x: (x / 3.0,)]
+)
+def test_sums_exponentials_and_quotients_stay_with_aten(function):
+    x = numbers(8, 32)
+    graph = traced(function, x)
+    execution = Execution(graph, [x], "forward", "inductor")
+    assert execution.by == "fx"
+    assert "would be computed by Inductor" in execution.reason
+    assert str(next(inexact_calls(graph)).target) in execution.reason
+    assert same_bits(execution.run([x])[0], graph(x)[0])
+
+
+@pytest.mark.slow
+def test_a_forward_whose_bits_differ_runs_operator_by_operator(monkeypatch):
+    inputs = [numbers(64, 32, seed=s) for s in range(3)]
+    graph = traced(rotated, *inputs)
+    execution = Execution(graph, inputs, "inference", "inductor")
+    off = execution._generated
+    monkeypatch.setattr(execution, "_generated", lambda args: [off(args)[0].nextafter(torch.tensor(9.0)), None])
+    with pytest.warns(UserWarning, match="operator by operator: Inductor's"):
+        results = execution.run(list(inputs))
+    assert all(map(same_bits, results, graph(*inputs)))
+    assert execution.by == "fx"
+    assert "differ in bits" in execution.reason
+    assert all(map(same_bits, execution.run(list(inputs)), graph(*inputs)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([float("nan")]), torch.tensor([-float("nan")]), True),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([float("nan"), 1.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.ones(2), torch.ones(1), False),
+        (torch.tensor([True]), torch.tensor([True]), True),
+        (None, None, True),
+        (3, 4, False),
+    ],
+)
+def test_same_bits(a, b, equal):
+    assert same_bits(a, b) is equal
+
+
+@pytest.mark.slow
+def test_inductor_changes_no_forward_bit_and_its_graph_verifies():
+    """On a CPU means are ATen's, so the forward runs operator by operator; backward is Inductor's."""
     model = jetgraph.compile(random_model(layers=1), "jet", codegen="inductor")
     ids = random_ids(model, 1, 53)
     logits, gradients = one_step(model, ids)
-    exact, expected = one_step(jetgraph.compile(random_model(layers=1), "jet"), ids)
-    assert (logits.double() - exact.double()).norm() < 0.2 * exact.double().norm()
-    assert gradients.keys() == expected.keys()
+    exact, expected = one_step(jetgraph.compile(random_model(layers=1), "jet", codegen="fx"), ids)
+    assert torch.equal(logits, exact)
+    for name, gradient in expected.items():
+        # a last bit that moves flips codes of FP8 whole: noise is of the size of FP8's own (benchmarks/LOG.md)
+        assert (gradients[name].double() - gradient.double()).norm() < 0.2 * gradient.double().norm(), name
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
     model.jetgraph.coverage().require()
+    assert "mean" in model.jetgraph.codegens()["model.layers.0 forward"]
+    assert model.jetgraph.codegens()["model.layers.0 backward"] == "inductor"
     graph = capture_step(model.jetgraph).graph
-    assert graph.meta["compiler"] == "inductor"
+    assert graph.meta["compiler"] == "fx"
     result = verify(graph, graph)
-    assert result.verdict is Verdict.UNKNOWN
-    assert "JG092" in {fault.rule for fault in result.faults}
+    assert "JG092" not in {fault.rule for fault in result.faults}
+    assert result.verdict is Verdict.UNKNOWN  # a graph of training is no engine's

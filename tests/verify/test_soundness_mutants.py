@@ -127,6 +127,7 @@ MORE: dict[str, tuple[Callable[[dict, dict, dict], object], Outcome]] = {
     "kernel with one name": (both(lambda g: node(g, "silu").update(kernel="ref.sum")), HOLDS),
     "replay without cases": (lambda c, t, i: i["meta"]["replay"].update(cases=[]), "replay"),
     "compiler fx": (both(lambda g: g["meta"].update(compiler="fx")), HOLDS),
+    "compiler inductor-exact": (both(lambda g: g["meta"].update(compiler="inductor-exact")), HOLDS),
     "compiler of nobody": (lambda c, t, i: t["meta"].pop("compiler"), "compiler"),
     "codes for nobody's operand": (lambda c, t, i: t["meta"]["operands"].clear(), "stored codes"),
     "codes in another precision": (

@@ -1,0 +1,161 @@
+"""How a lowered graph is executed: operator by operator, or by kernels that Inductor makes of what lies between GEMMs.
+
+A forward graph must keep every bit, because the rollout and `no_grad` compute the same numbers by other graphs.  So
+Inductor gets one only if all that it would compute itself is rounded exactly (`EXACT`: no sums, no exponentials), it is
+told to keep every cast, and its results on the first inputs, and on those of every captured step, are compared with the
+operators' bit for bit.  A graph that fails either test runs operator by operator; `Execution.reason` says why.
+
+A backward graph keeps its casts too, but Inductor adds in its own order; no rollout computes it.  A captured step runs
+it operator by operator, as its graph says.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from jetgraph.passes.edit import VIEWS
+
+CODEGENS = ("auto", "fx", "inductor")
+
+_aten = torch.ops.aten
+EXACT = VIEWS | {
+    operator.getitem,
+    *(_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.mul.Tensor, _aten.mul.Scalar, _aten.neg.default),
+    *(_aten.abs.default, _aten.relu.default, _aten.maximum.default, _aten.minimum.default, _aten.where.self),
+    *(_aten._to_copy.default, _aten.clone.default, _aten.cat.default, _aten.copy.default, _aten.alias.default),
+    *(_aten.expand.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default, _aten.squeeze.dim),
+    *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.sym_size.int),
+    _aten.rsqrt.default,  # one instruction of the hardware, for both
+}
+"""What Inductor's kernels compute with ATen's bits."""
+CALLED = frozenset(
+    {
+        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default),
+        *(_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_efficient_attention.default),
+        *(_aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default),
+    }
+)
+"""What Inductor calls as it is, beside every operator of ours."""
+
+
+class Execution:
+    """One graph and what executes it.
+
+    Private torch API used (same in 2.11–2.13): compile_fx_inner, select_decomp_table, inductor's config,
+    node.meta["low_precision_pointwise_barrier"].
+    """
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[Any], kind: str, codegen: str) -> None:
+        self.graph = graph
+        self.is_forward = kind != "backward"
+        self.reason = "" if codegen == "inductor" else "asked for"
+        """Why the graph runs operator by operator; empty if Inductor's kernels run."""
+        self.compared = False
+        self._generated: Callable | None = None
+        if codegen != "inductor":
+            return
+        inexact = next(inexact_calls(graph), None) if self.is_forward else None
+        if inexact is not None:
+            self.reason = (
+                f"{inexact.target} ({inexact.name}) would be computed by Inductor, in an order or rounding of its own"
+            )
+        else:
+            self._generated = generate(graph, inputs, self.is_forward)
+
+    @property
+    def by(self) -> str:
+        """``fx``, ``inductor-exact`` (a forward that was compared) or ``inductor``."""
+        if self._generated is None:
+            return "fx"
+        return "inductor-exact" if self.is_forward and self.compared else "inductor"
+
+    def run(self, args: list[Any], *, captured: bool = False) -> Any:
+        """The graph's results; ``args`` are emptied if nobody else needs them.  ``captured``: somebody records them."""
+        if self._generated is None:
+            return self.graph.forward(*_taken(args))
+        if not self.is_forward:
+            return self.graph.forward(*_taken(args)) if captured else self._generated(args)
+        if self.compared and not captured:
+            return self._generated(args)
+        return self._compare(args)
+
+    def _compare(self, args: list[Any]) -> Any:
+        assert self._generated is not None
+        with _disable_current_modes():
+            expected = self.graph.forward(*args)
+            results = self._generated(_taken(args))
+            different = [i for i, (e, r) in enumerate(zip(expected, results, strict=True)) if not same_bits(e, r)]
+        if different:
+            nodes = next(iter(self.graph.graph.find_nodes(op="output"))).args[0]
+            names = ", ".join(str(nodes[i]) for i in different[:3])  # type: ignore[index]
+            self._generated, self.reason = None, f"Inductor's {names} differ in bits from the graph's"
+            warnings.warn(f"a forward graph runs operator by operator: {self.reason}", stacklevel=2)
+            return expected
+        self.compared = True
+        return results
+
+
+def inexact_calls(graph: GraphModule) -> Iterator[Node]:
+    """Calls that Inductor would compute itself and whose bits it does not promise."""
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node.target in EXACT or node.target in CALLED:
+            continue
+        if getattr(node.target, "namespace", "") == "jetgraph" or not isinstance(node.target, torch._ops.OpOverload):
+            continue  # ours are called; the rest are sizes
+        if node.target is _aten.pow.Tensor_Scalar and node.args[1] == 2:
+            continue  # x · x, for both
+        yield node
+
+
+def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Callable[[list[Any]], Any]:
+    """Inductor's kernels for ``graph``, every cast kept; called with a list, which is emptied."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    decomposed = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
+    for node in decomposed.graph.nodes:  # AOTAutograd's own tracing would mark them; ours comes after it
+        if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
+            node.meta["low_precision_pointwise_barrier"] = True
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    if is_forward:  # no pattern may turn a product and a sum, two roundings, into one
+        options["pattern_matcher"] = False
+    with config.patch(options):
+        return compile_fx_inner(decomposed, inputs)  # type: ignore[return-value]
+
+
+def _is_narrow(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two results are equal: tensors in shape, dtype and every bit, a NaN being equal to any NaN."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    a, b = a.contiguous(), b.contiguous()
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    if torch.equal(a.view(words), b.view(words)):
+        return True
+    if not a.is_floating_point():
+        return False
+    x, y = a.float(), b.float()
+    return bool(((a.view(words) == b.view(words)) | (x.isnan() & y.isnan())).all())
+
+
+def _taken(args: list[Any]) -> list[Any]:
+    """The same arguments in a list of their own, so that the caller's may be dropped while a graph runs."""
+    taken = list(args)
+    args.clear()
+    return taken
