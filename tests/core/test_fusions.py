@@ -257,6 +257,9 @@ def test_a_fused_model_has_every_bit_and_keeps_less(kind, policy, batch, length)
     if policy != "bf16" and batch == 1:
         kept, less = (sum(s.bytes_per_token or 0 for s in m.jetgraph.saved()) for m in (plain, fused))
         assert less < kept / 1.5
+    if batch == 1:
+        wide = [s for s in fused.jetgraph.saved() if s.dtype == "float32" and (s.bytes_per_token or 0) > 64]
+        assert wide == []  # a norm's FP32 copy is half as large before it is made
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@
     copies       what is left: codes along features and along tokens of one tensor
 
 Every fusion is checked when it is applied (`legality`): both forms are run on numbers and must agree in every bit, else
-the graph stays as it was and the refusal is in the report.  Backward reads recomputed values instead of saved ones
-where they are elementwise in what is saved anyway.
+the graph stays as it was and the refusal is in the report.  At the end `passes.recompute` lets backward compute again
+what is elementwise in what it keeps anyway.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jetgraph.passes.fuse.activations import fuse_activation_gradients, fuse_act
 from jetgraph.passes.fuse.copies import fuse_copies
 from jetgraph.passes.fuse.legality import Fusion
 from jetgraph.passes.fuse.norms import fuse_norms
+from jetgraph.passes.recompute import recompute
 
 __all__ = ["Fusion", "fuse", "fuse_activation_gradients", "fuse_activations", "fuse_copies", "fuse_norms"]
 
@@ -24,6 +25,8 @@ __all__ = ["Fusion", "fuse", "fuse_activation_gradients", "fuse_activations", "f
 def fuse(module: GraphModule) -> list[Fusion]:
     """All fusions, in place, of a graph whose linears `quantize_linears` has lowered.  Returns what was tried."""
     tried = fuse_norms(module) + fuse_activations(module) + fuse_activation_gradients(module) + fuse_copies(module)
+    module.graph.eliminate_dead_code()
+    recompute(module)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()

@@ -2,7 +2,7 @@
 
 requires: lowered linears
 ensures:  a norm whose result only quantisers of one group and rule read in the forward pass is one call, its residual
-          add included; backward reads the sum and 1/√(mean + eps) and computes the rest again, elementwise
+          add included; backward reads the sum and 1/√(mean + eps), from which it can compute the rest (`recompute`)
 numerics: unchanged, checked when applied
 """
 
@@ -125,26 +125,7 @@ def _fuse(graph: Graph, norm: Norm) -> Fusion:
     leaves = [n for n in (x, residual, norm.weight) if n is not None]
     refusal = disagreement([old for old, _ in pairs], [new for _, new in pairs], leaves)
     if not refusal:
-        total = s if norm.added else norm.s
-        _recompute(graph, norm, total, r)
         ask_codes(norm.y, codes[0])
         for old, new in pairs:
             replace(old, new)
     return Fusion(OPERATOR, fqn, refusal)
-
-
-def _recompute(graph: Graph, norm: Norm, total: Node, r: Node) -> None:
-    """Give backward its own ``wide`` and ``normed``, from what is saved anyway."""
-    wide = normed = None
-    late = {n: [u for u in n.users if not edit.is_forward(u) and u.op != "output"] for n in (norm.wide, norm.normed)}
-    users = [u for us in late.values() for u in us]
-    if not users:
-        return
-    with graph.inserting_before(first_of(graph, users)):
-        wide = edit.call(graph, aten._to_copy.default, (total,), norm.wide, False, {"dtype": torch.float32})
-        if late[norm.normed]:
-            product = edit.call(graph, aten.mul.Tensor, (wide, r), norm.wide, False)
-            normed = edit.call(graph, aten._to_copy.default, (product,), norm.normed, False, {"dtype": torch.bfloat16})
-    for old, new in ((norm.wide, wide), (norm.normed, normed)):
-        for user in late[old]:
-            user.replace_input_with(old, new)  # type: ignore[arg-type]
