@@ -172,6 +172,7 @@ def tiny(name, **options):
     ],
 )
 def test_unsupported_models_are_refused_with_name_and_reason(name, options, messages):
+    """[K1, A6, A7, A15] are bugs of experts: a mixture is refused whole, so no group meets a wrong or an empty one."""
     with pytest.raises(UnsupportedModel) as error:
         check_supported(tiny(name, **options))
     for message in messages:
