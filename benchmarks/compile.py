@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel
 
 import jetgraph
+from benchmarks.gpu_time import device_name
 from benchmarks.report import Row, report
 from tests.core.small_models import one_step, random_ids, random_model
 
@@ -156,24 +157,24 @@ def shape_rows(num_shapes: int) -> list[Row]:
     return rows
 
 
-def length_rows(num_lengths: int, codegen: str = "fx", longest: int = 96) -> list[Row]:
+def length_rows(num_lengths: int, codegen: str = "fx", device: str = "cpu", longest: int = 96) -> list[Row]:
     """Sequences of random lengths, in training and under no_grad, after two lengths of each."""
     rng = random.Random("lengths")
     lengths = [rng.randint(2, longest) for _ in range(num_lengths)]
     rows = []
     for grad in (True, False):
         torch._dynamo.reset()
-        model = jetgraph.compile(random_model(layers=1, sizes=SIZES), "jet", codegen=codegen, fused=True)
+        model = jetgraph.compile(random_model(layers=1, sizes=SIZES).to(device), "jet", codegen=codegen, fused=True)
         after_warm_up = 0
         for i, length in enumerate([*WARM_UP, *lengths]):
-            ids = random_ids(model, 2, length)
+            ids = random_ids(model, 2, length).to(device)
             with torch.set_grad_enabled(grad):
                 loss = model(input_ids=ids, use_cache=False).logits.float().square().mean()
             if grad:
                 loss.backward()
             if i < len(WARM_UP):
                 after_warm_up = model.jetgraph.num_compiles
-        name = f"{num_lengths} lengths after {len(WARM_UP)}, {codegen}, {'grad' if grad else 'no_grad'}: compiles"
+        name = f"{num_lengths} lengths after {len(WARM_UP)}, {codegen} on {device}, {'grad' if grad else 'no_grad'}: compiles"
         count = model.jetgraph.num_compiles - after_warm_up
         rows.append(Row(name, count, "", "= 0", count == 0))
     return rows
@@ -185,7 +186,7 @@ def inductor_rows(layers: int) -> list[Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = random_model(layers=layers, sizes=SIZES).to(device)
     ids = random_ids(model, 2, 64).to(device)
-    jetgraph.compile(model, "jet", provider="stock", codegen="inductor", fused=True)
+    jetgraph.compile(model, "jet", codegen="inductor", fused=True)
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
@@ -210,7 +211,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.only_inductor:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return report(inductor_rows(max(options.layers or (36,))), options.json, device)
+        rows = [*inductor_rows(max(options.layers or (36,))), *length_rows(options.lengths, "inductor", device)]
+        return report(rows, options.json, device_name() if device == "cuda" else device)
     torch.set_num_threads(1)
     for side in SIDES:  # whatever torch imports or builds once per process
         measure(side, 1)
