@@ -206,6 +206,9 @@ def profile(arm: Arm, sizes: dict[str, int], batch: int, length: int, device: to
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--memory", type=Path, help="what `benchmarks.memory` measures of the same arms, into this file"
+    )
     parser.add_argument("--profile", type=Path, help="where the time of a step goes, for each arm of ours")
     parser.add_argument("--arm", action="append", choices=list(ARMS), help="all by default; a peer left out is missing")
     parser.add_argument("--turns", type=int, default=3)
@@ -218,13 +221,21 @@ def main() -> int:
     sizes, shapes = (TINY, [(2, 16)]) if options.tiny else (QWEN3_8B, [(4, LENGTH), (8, LENGTH)])
     compiler = "aot_eager" if options.tiny else "inductor"
     arms, rows = made(options.arm or ["bf16", "torchao", "jet", "jet-sdpa"], sizes, device, compiler)
+    missing = list(rows)
     for batch, length in shapes:
         rows += figures(arms, sizes, batch, length, device, options.turns, options.repeats, not options.tiny)
         report(rows, options.json, device_name() if device.type == "cuda" else "cpu")  # kept if a later size fails
     if options.profile is not None:
         tables = [profile(arm, sizes, *shapes[0], device) for name, arm in arms.items() if name.startswith("jet")]
         options.profile.write_text("\n\n".join(tables), encoding="utf-8")
-    return report(rows, options.json, device_name() if device.type == "cuda" else "cpu")
+    status = report(rows, options.json, device_name() if device.type == "cuda" else "cpu")
+    if options.memory is not None:
+        from benchmarks import memory
+
+        others, more = made([n for n in memory.DEFAULT_ARMS if n not in arms], sizes, device, compiler)
+        kept = memory.figures(arms | others, sizes, *shapes[0], device)
+        status |= report([*missing, *more, *kept], options.memory, device_name() if device.type == "cuda" else "cpu")
+    return status
 
 
 if __name__ == "__main__":

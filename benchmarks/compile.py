@@ -174,7 +174,8 @@ def length_rows(num_lengths: int, codegen: str = "fx", device: str = "cpu", long
                 loss.backward()
             if i < len(WARM_UP):
                 after_warm_up = model.jetgraph.num_compiles
-        name = f"{num_lengths} lengths after {len(WARM_UP)}, {codegen} on {device}, {'grad' if grad else 'no_grad'}: compiles"
+        mode = "grad" if grad else "no_grad"
+        name = f"{num_lengths} lengths after {len(WARM_UP)}, {codegen} on {device}, {mode}: compiles"
         count = model.jetgraph.num_compiles - after_warm_up
         rows.append(Row(name, count, "", "= 0", count == 0))
     return rows

@@ -97,6 +97,8 @@ def _torchao(model: PreTrainedModel, compiler: str) -> Arm:
         from torchao.quantization import quantize_
 
         quantize_(model.model.layers, Float8BlockwiseLinearConfig())
+        # Dynamo of torch 2.11 does not know the builtin below `scaled_mm` and would break the block's graph there
+        torch.compiler.allow_in_graph(torch._scaled_mm_v2)
     except Exception as error:  # a peer's prototype may not fit this torch; that is its row, not our crash
         first_line = (str(error).strip() or "no message").splitlines()[0][:160]
         raise NotAvailable(f"torchao cannot be used here: {type(error).__name__}: {first_line}") from error

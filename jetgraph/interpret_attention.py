@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jetgraph.batch import ONE_SEQUENCE, Batch
 from jetgraph.graph import Node
-from jetgraph.lowering import reference
+from jetgraph.lowering import torch_ops  # noqa: F401  (defines torch.ops.jetgraph)
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ def attention(node: Node, q: Tensor, k: Tensor, v: Tensor, batch: Batch = ONE_SE
     """[B·n, H·D] for q [B·n, H·D] and k, v [B·L, Hkv·D]."""
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
     if node.kernel == "jetgraph::attention":
-        return reference.attention(*heads, *_options(node), batch.first).flatten(2).flatten(0, 1)
+        return torch.ops.jetgraph.attention(*heads, *_options(node), batch.first).flatten(2).flatten(0, 1)
     out = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, **_stock_options(node, batch))[0]
     return _by_token(out)
 
@@ -31,7 +31,7 @@ def attention_backward(
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
     d_out = _by_head(node, grad, batch)
     if node.kernel == "jetgraph::attention_backward":
-        grads = reference.attention_backward(d_out.transpose(1, 2), *heads, *_options(node), batch.first)
+        grads = torch.ops.jetgraph.attention_backward(d_out.transpose(1, 2), *heads, *_options(node), batch.first)
     else:
         options = _stock_options(node, batch)
         forward = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, **options)

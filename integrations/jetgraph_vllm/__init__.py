@@ -4,10 +4,10 @@
     jetgraph_vllm.register()      # vLLM does this itself through the entry point vllm.general_plugins
 
 The folder in the order of the data: `declaration` is what a checkpoint says, `quantization` picks each layer's method
-by it; `parts` and `linear` load and run the weights; `formulas` and `layers`, `paged_cache` and `attention` are the
-trainer's arithmetic inside vLLM; `sampling` makes seeded requests reproducible.  `capture` and `sampler_trace` record
-what the engine executes, `collect` puts it into the `capture_format`.  `engine` wraps vLLM for offline use, and
-``python -m jetgraph_vllm JOB.json`` runs it in its own process.
+by it; `parts` and `linear` load and run the weights; `formulas` and `layers`, `paged_cache` and `attention` (on a GPU
+`attention_cuda`) are the trainer's arithmetic inside vLLM; `sampling` makes seeded requests reproducible.  `capture`
+and `sampler_trace` record what the engine executes, `collect` puts it into the `capture_format`.  `engine` wraps vLLM
+for offline use, and ``python -m jetgraph_vllm JOB.json`` runs it in its own process.
 
 A model whose checkpoint does not declare ``jetgraph`` stays stock vLLM, also in a process that serves both.
 """
@@ -33,6 +33,7 @@ def register() -> None:
     if _registered:
         return
     import vllm
+    from vllm.platforms import current_platform
 
     check_version(vllm.__version__)
     from jetgraph_vllm import attention, layers, linear, quantization, sampling
@@ -40,6 +41,10 @@ def register() -> None:
     quantization.register()
     layers.register()
     attention.register()
+    if current_platform.is_cuda():
+        from jetgraph_vllm import attention_cuda
+
+        attention_cuda.register()
     sampling.register()
     if os.environ.get("JETGRAPH_PLAIN_LINEAR") == "1":
         linear.keep_plain_linears()

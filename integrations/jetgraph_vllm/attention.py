@@ -26,20 +26,21 @@ from jetgraph_vllm.quantization import exact_ops_requested
 class ExactAttentionImpl(CPUAttentionBackendImpl):
     """Causal grouped-query attention, one `torch.ops.jetgraph.attention` call per sequence, K and V from the cache."""
 
+    is_exact = True
+
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        unsupported = {
-            "sliding window": self.sliding_window != -1,
-            "logits soft cap": self.logits_soft_cap != 0,
-            "ALiBi slopes": self.alibi_slopes is not None,
-            "attention sinks": self.sinks is not None,
-            f"K/V cache of dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", "bfloat16"),
-            "K/V shared between layers": self.kv_sharing_target_layer_name is not None,
-            f"attention type {self.attn_type}": self.attn_type != AttentionType.DECODER,
-        }
-        found = [name for name, present in unsupported.items() if present]
-        if found:
-            raise ValueError(f"ops exact: the reference attention has no {', '.join(found)}")
+        refuse_unsupported(
+            {
+                "sliding window": self.sliding_window != -1,
+                "logits soft cap": self.logits_soft_cap != 0,
+                "ALiBi slopes": self.alibi_slopes is not None,
+                "attention sinks": self.sinks is not None,
+                f"K/V cache of dtype {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", "bfloat16"),
+                "K/V shared between layers": self.kv_sharing_target_layer_name is not None,
+                f"attention type {self.attn_type}": self.attn_type != AttentionType.DECODER,
+            }
+        )
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -84,11 +85,19 @@ class JetgraphCPUAttentionBackend(CPUAttentionBackend):
         return ExactAttentionImpl if exact_ops_requested() else CPUAttentionBackendImpl
 
 
+def refuse_unsupported(unsupported: dict[str, bool]) -> None:
+    """Raise ValueError for what of the names' features is present."""
+    found = [name for name, present in unsupported.items() if present]
+    if found:
+        raise ValueError(f"ops exact: the reference attention has no {', '.join(found)}")
+
+
 def check_is_exact(layer: torch.nn.Module, prefix: str) -> None:
     """Refuse an exact model whose attention is some other backend's, as on a platform that has none of ours."""
-    if not isinstance(layer.impl, ExactAttentionImpl):
+    if not getattr(layer.impl, "is_exact", False):
         raise ValueError(
-            f"{prefix} runs {type(layer.impl).__name__}: ops exact needs ExactAttentionImpl, which exists for CPU only"
+            f"{prefix} runs {type(layer.impl).__name__}: ops exact needs our attention, which stands in for the "
+            "backends CPU_ATTN and FLASH_ATTN; choose that one"
         )
 
 

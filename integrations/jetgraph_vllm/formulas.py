@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import jetgraph.lowering.torch_ops  # noqa: F401  (defines torch.ops.jetgraph)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight · r(x · rsqrt(mean(x²) + eps)), x in FP32, r rounds to x's dtype."""
     wide = x.to(torch.float32)
-    variance = wide.pow(2).mean(-1, keepdim=True)
+    square = wide.pow(2)
+    # On a GPU ATen's mean depends on how many rows there are; the trainer's graph has this one there, too.
+    variance = torch.ops.jetgraph.row_mean(square) if x.is_cuda else square.mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
 

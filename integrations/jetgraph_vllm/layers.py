@@ -61,6 +61,12 @@ class ExactSiluAndMul(_OnlyInExactModels, SiluAndMul):
 class ExactRotaryEmbedding(_OnlyInExactModels, RotaryEmbedding):
     stock = RotaryEmbedding
 
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        """On the CPU, where transformers builds a model; what follows happens on the device, there as here."""
+        with torch.device("cpu"):
+            frequencies = super()._compute_inv_freq(base)
+        return frequencies.to(torch.get_default_device())
+
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

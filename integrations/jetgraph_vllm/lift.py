@@ -42,6 +42,7 @@ NUM_TOKENS = 53
 
 KERNELS = {
     "jetgraph_vllm.attention.ExactAttentionImpl": "jetgraph::attention",
+    "jetgraph_vllm.attention_cuda.ExactFlashAttentionImpl": "jetgraph::attention",
 }
 """Attention implementations → the kernel they run; others keep their own name."""
 

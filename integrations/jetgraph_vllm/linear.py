@@ -56,7 +56,7 @@ class Fp8BlockLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         check_loaded_in_pairs(self.weights, self.scales)
         for part in self.parts:
-            reference.pin_weight(layer.weight.data[slice(*part.rows)], self.group)
+            pin(layer.weight.data[slice(*part.rows)], self.group)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x if x.ndim == 2 else x.flatten(0, -2)
@@ -104,7 +104,7 @@ class RowTileLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         check_loaded(self.weights)
         for part in self.parts:
-            reference.pin_weight(layer.weight.data[slice(*part.rows)])
+            pin(layer.weight.data[slice(*part.rows)])
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         outs = []
@@ -120,10 +120,16 @@ class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weight as it is: vLLM's own method would pack a copy of it for oneDNN."""
-        reference.pin_weight(layer.weight.data)
+        pin(layer.weight.data)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.ops.jetgraph.row_tile_gemm(x, layer.weight, bias)
+
+
+def pin(weight: Tensor, group: int = reference.GROUP) -> None:
+    """Keep the widened weight that the reference kernels multiply by; a GPU's kernels read the weight itself."""
+    if weight.device.type == "cpu":
+        reference.pin_weight(weight, group)
 
 
 def starts_without_weights() -> bool:

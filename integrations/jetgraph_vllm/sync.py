@@ -63,10 +63,8 @@ class LiveWeights:
         model = self._core.model_executor.driver_worker.worker.model_runner.get_model()
         store = VllmStore(self._core, model)
         self.receiver = Receiver(store, version, staging)
-        covered = {slot.live.untyped_storage().data_ptr() for slot in store.slots.values()}
-        rest = {n: t.data for n, t in live_tensors(model)[0].items() if t.untyped_storage().data_ptr() not in covered}
         if self._core.vllm_config.model_config.enable_sleep_mode:
-            guard_sleep(self._core.model_executor, self.receiver, rest)
+            guard_sleep(self._core.model_executor, self.receiver, store.rest())
         TokenVersions(self._core.scheduler, llm.llm_engine.output_processor, self._serving_version)
         llm.llm_engine.add_request = _guarded(llm.llm_engine.add_request, self.receiver)
 
@@ -130,6 +128,12 @@ class ModelStore:
         self.model = model
         self.slots, self.aliases = slots_of(model)
 
+    def rest(self) -> dict[str, torch.Tensor]:
+        """Live tensors that no update writes, by name: rotary tables, scales of the KV cache."""
+        covered = {slot.live.untyped_storage().data_ptr() for slot in self.slots.values()}
+        live, _, _ = live_tensors(self.model)
+        return {name: t.data for name, t in live.items() if t.untyped_storage().data_ptr() not in covered}
+
     def stop(self) -> None:
         """Nothing to do: an executor runs one call at a time, so no batch is in flight during an update."""
 
@@ -159,10 +163,13 @@ class VllmStore(ModelStore):
         self.core.reset_encoder_cache()
 
 
-def guard_sleep(executor: Any, receiver: Receiver, rest: Mapping[str, torch.Tensor]) -> None:
-    """Whoever puts the engine to sleep or wakes it passes through a `SleepGuard`: `vllm.LLM`, a server, or `sleep`."""
-    guard = SleepGuard(receiver, rest, executor.sleep, executor.wake_up)
-    executor.sleep, executor.wake_up = guard.sleep, guard.wake_up
+def guard_sleep(engine: Any, receiver: Receiver, rest: Mapping[str, torch.Tensor]) -> None:
+    """Whoever puts the engine to sleep or wakes it passes through a `SleepGuard`: `vllm.LLM`, a server, or `sleep`.
+
+    ``engine`` is vLLM's executor, or a worker in a process of its own.
+    """
+    guard = SleepGuard(receiver, rest, engine.sleep, engine.wake_up)
+    engine.sleep, engine.wake_up = guard.sleep, guard.wake_up
 
 
 def core_of(llm: Any) -> Any:

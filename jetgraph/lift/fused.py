@@ -38,13 +38,24 @@ def _rms_norm_quantize(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: 
     x, residual, weight, eps, own_mean, tokens, group, *rule = args
     pointwise = lift.layouts.pointwise
     s = x if residual is None else pointwise("add", [x, residual], Format.BF16)
-    square = pointwise("pow", [s], Format.F32, {"exponent": 2.0})
-    mean = row_mean(lift, square, Format.F32, True, "jetgraph::row_mean" if own_mean else "aten::mean")
-    shifted = pointwise("add", [mean, lift.operand(eps)], Format.F32)
-    r = pointwise("rsqrt", [shifted], Format.F32, kernel="aten::rsqrt")
+    r = _inverse_rms_of(lift, s, eps, own_mean)
     normed = pointwise("mul", [s, r], Format.BF16)
     y = pointwise("mul", [weight, normed], Format.BF16)
     return (None if residual is None else s, r, *_both(lift, y, group, tokens, tuple(rule)))
+
+
+@handles("jetgraph.inverse_rms")
+def _inverse_rms(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    return _inverse_rms_of(lift, *args)
+
+
+def _inverse_rms_of(lift: Lifter, x: Value, eps: float, own_mean: bool) -> Value:
+    pointwise = lift.layouts.pointwise
+    square = pointwise("pow", [x], Format.F32, {"exponent": 2.0})
+    mean = row_mean(lift, square, Format.F32, True, "jetgraph::row_mean" if own_mean else "aten::mean")
+    shifted = pointwise("add", [mean, lift.operand(eps)], Format.F32)
+    return pointwise("rsqrt", [shifted], Format.F32, kernel="aten::rsqrt")
 
 
 @handles("jetgraph.silu_mul_quantize")

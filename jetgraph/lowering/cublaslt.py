@@ -13,6 +13,7 @@ N=512, K=16384.  It therefore never serves a forward pass by itself.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -95,8 +96,22 @@ def whole_groups(codes: Tensor, more_rows: int = 0) -> Tensor:
     """Codes [R, K] contiguous, K filled up with zeros to whole groups (a ragged number of tokens), rows added below."""
     more = -codes.shape[1] % GROUP
     if not more and not more_rows:
-        return codes.contiguous()
+        return dense(codes)
     return F.pad(codes.view(torch.uint8), (0, more, 0, more_rows)).view(E4M3)
+
+
+def dense(codes: Tensor) -> Tensor:
+    """Codes [R, K] contiguous; DGRAD's, the transposed view of a weight's, by our kernel if there is triton."""
+    if codes.is_cuda and not codes.is_contiguous() and codes.t().is_contiguous() and _has_triton():
+        from jetgraph.lowering import triton_transpose
+
+        return triton_transpose.transpose_codes(codes.t())
+    return codes.contiguous()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def column_major(scale: Tensor) -> Tensor:

@@ -6,17 +6,21 @@ the definition on the same device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from jetgraph.lowering import registry
 from jetgraph.lowering.provider import Fused
+from jetgraph.lowering.triton_fused_provider import LIMIT
 
 
-def _run(kernel: str, inputs: tuple[Tensor, ...], arguments: tuple, request: Fused) -> tuple[Tensor, ...]:
+def _run(kernel: str, inputs: tuple[Tensor, ...], arguments: tuple, request: Fused) -> Any:
     """``inputs`` are the arguments that have one number for each of the result's."""
     x = inputs[0]
     usual = all(t.shape == x.shape and t.dtype is torch.bfloat16 for t in inputs)
+    usual = usual and x.numel() < x.shape[-1] * LIMIT
     with torch.cuda.device(x.device):  # a kernel is launched on the current device, wherever its tensors are
         chosen = registry.choose(request, x.device) if usual else registry.PROVIDERS["reference"]
         return chosen.fused(kernel, *arguments)  # type: ignore[attr-defined]
@@ -35,6 +39,11 @@ def rms_norm_quantize(
     return _run(request.kernel, inputs, (x, residual, weight, eps, own_mean, tokens, group, *rule), request)
 
 
+def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
+    request = Fused("inverse_rms", x.shape[-1], 128, None, own_mean)
+    return _run(request.kernel, (x,), (x, eps, own_mean), request)
+
+
 def silu_mul_quantize(gate: Tensor, up: Tensor, tokens: bool, group: int, *rule) -> tuple[Tensor, ...]:
     request = Fused("silu_mul_quantize", gate.shape[-1], group, rule)
     return _run(request.kernel, (gate, up), (gate, up, tokens, group, *rule), request)
@@ -45,5 +54,7 @@ def silu_mul_backward_quantize(dy: Tensor, gate: Tensor, up: Tensor, group: int,
     return _run(request.kernel, (dy, gate, up), (dy, gate, up, group, *rule), request)
 
 
-for _kernel in (quantize_rows_and_tokens, rms_norm_quantize, silu_mul_quantize, silu_mul_backward_quantize):
+for _kernel in (
+    quantize_rows_and_tokens, rms_norm_quantize, inverse_rms, silu_mul_quantize, silu_mul_backward_quantize,
+):  # fmt: skip
     torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)

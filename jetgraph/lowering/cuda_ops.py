@@ -1,4 +1,4 @@
-"""The CUDA implementations of `jetgraph::quantize`, `quantize_tokens`, `requantize_tokens`, `fp8_gemm`, `row_mean`.
+"""The CUDA implementations of the operators of `torch_ops`: quantisers, GEMMs, attention, row means.
 
 Importing this module registers them beside the reference implementations of `torch_ops`; the registry chooses the
 provider when a tensor on a GPU arrives.  Quantisers of all providers give the same bytes, GEMMs agree within
@@ -7,12 +7,14 @@ docs/kernels.md.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import jetgraph.lowering.torch_ops  # noqa: F401  (defines the operators)
 from jetgraph.lowering import reference, registry
-from jetgraph.lowering.provider import Gemm, Quantizer
+from jetgraph.lowering.provider import Exact, Gemm, Quantizer
 
 
 def quantize(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
@@ -64,5 +66,45 @@ def row_mean(x: Tensor) -> Tensor:
         return triton_rows.row_mean(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
-for _kernel in (quantize, quantize_tokens, requantize_tokens, fp8_gemm, row_mean):
+def row_tile_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    with torch.cuda.device(x.device):
+        chosen = _exact(Exact("row_tile_gemm", x.dtype), x.device, len(dtypes) == 1)
+        return chosen.row_tile_gemm(x, weight, bias)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, first: Tensor | None = None
+) -> Tensor:
+    with torch.cuda.device(q.device):
+        return _attention(q, k, v, scale).attention(q, k, v, scale, window, softcap, first)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device(q.device):
+        return _attention(q, k, v, scale).attention_backward(grad, q, k, v, scale, window, softcap, first)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+    """Never chosen by the number of queries or keys: a row's kernel is that of the model's heads."""
+    request = Exact("attention", q.dtype, q.shape[3], q.shape[1] // k.shape[1])
+    return _exact(request, q.device, q.dtype is k.dtype is v.dtype and scale > 0)
+
+
+def _exact(request: Exact, device: torch.device, usual: bool) -> Any:
+    return registry.choose(request, device) if usual else registry.PROVIDERS["reference"]
+
+
+for _kernel in (
+    quantize, quantize_tokens, requantize_tokens, fp8_gemm, row_mean, row_tile_gemm, attention, attention_backward,
+):  # fmt: skip
     torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetgraph.lowering.cublaslt import shifted, whole_groups
+from jetgraph.lowering.cublaslt import dense, shifted, whole_groups
 from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, refuses_blocks, self_test
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
@@ -69,7 +69,7 @@ class DeepGemm:
         library = _library()
         a_scale = a_scale.expand(num_rows, -1)
         if b_rows != 1:
-            left, right = a.contiguous(), b.contiguous()
+            left, right = a.contiguous(), dense(b)
             left_scale = library.get_mn_major_tma_aligned_tensor(a_scale.contiguous())
             out = a.new_empty((num_rows, num_out), dtype=torch.bfloat16)
             right_scale = b_scale.contiguous()

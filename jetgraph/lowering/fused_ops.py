@@ -70,6 +70,17 @@ def _(x, residual, weight, eps, own_mean, tokens, group, qmax, amax_floor, divis
     return s, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), *_both_fake(x, group, tokens)
 
 
+@torch.library.custom_op("jetgraph::inverse_rms", mutates_args=())
+def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
+    """1/√(mean(x²) + eps) [..., 1] FP32; ``own_mean`` as of `rms_norm_quantize`."""
+    return fused_reference.inverse_rms(x, eps, own_mean)
+
+
+@inverse_rms.register_fake
+def _(x, eps, own_mean):
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
 @torch.library.custom_op("jetgraph::silu_mul_quantize", mutates_args=())
 def silu_mul_quantize(
     gate: Tensor,

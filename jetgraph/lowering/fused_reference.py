@@ -1,7 +1,7 @@
 """Definitions of the fused operators: the ATen operators and quantisers that each stands for, on any device.
 
-A kernel that replaces one must give its bits on the same device.  They call operators of `torch.ops.jetgraph`, which
-`lowering.torch_ops` registers.  Shapes and arguments: `lowering.fused_ops`.
+A kernel that replaces one must give its bits on the same device.  They call operators of `torch.ops.jetgraph`.
+Shapes and arguments: `lowering.fused_ops`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import jetgraph.lowering.torch_ops  # noqa: F401  (defines the operators)
 
 ops = torch.ops.jetgraph
 
@@ -21,11 +23,14 @@ def rms_norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, own_mean: bool, tokens: bool, group: int, *rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     s = x if residual is None else x + residual
-    wide = s.to(torch.float32)
-    square = wide.pow(2)
-    r = torch.rsqrt((ops.row_mean(square) if own_mean else square.mean(-1, keepdim=True)) + eps)
-    y = weight * (wide * r).to(torch.bfloat16)
+    r = inverse_rms(s, eps, own_mean)
+    y = weight * (s.to(torch.float32) * r).to(torch.bfloat16)
     return (torch.empty_like(x[:0]) if residual is None else s, r, *_both(_rows(y), group, tokens, rule))
+
+
+def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
+    square = x.to(torch.float32).pow(2)
+    return torch.rsqrt((ops.row_mean(square) if own_mean else square.mean(-1, keepdim=True)) + eps)
 
 
 def silu_mul_quantize(

@@ -72,7 +72,8 @@ class Fused:
     kernel: str
     num_features: int
     group: int
-    rule: Rule
+    rule: Rule | None
+    """None of an operator that quantises nothing."""
     own_mean: bool = True
     """Of a norm: the mean is `jetgraph::row_mean`, not ATen's."""
 
@@ -80,7 +81,21 @@ class Fused:
         return f"{self.kernel} of {self.num_features} features in groups of {self.group}"
 
 
-Request = Gemm | Quantizer | Fused
+@dataclass(frozen=True)
+class Exact:
+    """One row-invariant BF16 operator: `row_tile_gemm`, or attention with its head size and heads that share keys."""
+
+    kernel: str
+    dtype: torch.dtype
+    head_size: int = 0
+    heads_per_group: int = 1
+
+    def __str__(self) -> str:
+        heads = f", heads of {self.head_size}, {self.heads_per_group} on one of keys" if self.head_size else ""
+        return f"{self.kernel} of {self.dtype}{heads}"
+
+
+Request = Gemm | Quantizer | Fused | Exact
 
 
 @dataclass(frozen=True)

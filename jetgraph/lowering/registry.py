@@ -25,14 +25,17 @@ from jetgraph.lowering.deep_gemm import DeepGemm
 from jetgraph.lowering.provider import (
     FPROP,
     WGRAD,
+    Exact,
     Finding,
     Fused,
     Gemm,
     Provider,
     ProviderError,
+    Quantizer,
     Request,
     self_test,
 )
+from jetgraph.lowering.triton_exact_provider import EXACT, TritonExact
 from jetgraph.lowering.triton_fused_provider import FUSED, TritonFused
 from jetgraph.lowering.triton_provider import TritonKernels
 
@@ -42,7 +45,9 @@ class Reference:
     """Plain torch on any device: the definition, slow, and exact in any order."""
 
     name: str = "reference"
-    kernels: frozenset[str] = frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"}) | FUSED
+    kernels: frozenset[str] = (
+        frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"}) | FUSED | EXACT
+    )
 
     def probe(self, device: torch.device) -> Finding:
         return self_test(self.name, self.fp8_gemm, (FPROP, WGRAD), device, (("torch", torch.__version__),), True)
@@ -65,13 +70,22 @@ class Reference:
         out = reference.fp8_gemm(a, a_scale, b, b_scale, b_rows, group)
         return (out if bias is None else out + bias.float()).to(torch.bfloat16)
 
-    def fused(self, kernel: str, *arguments) -> tuple[Tensor, ...]:
+    def fused(self, kernel: str, *arguments) -> Tensor | tuple[Tensor, ...]:
         """The definition of the fused operator ``kernel``."""
         return getattr(fused_reference, kernel)(*arguments)
 
+    def row_tile_gemm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.row_tile_gemm(x, weight, bias)
+
+    def attention(self, *arguments) -> Tensor:
+        return reference.attention(*arguments)
+
+    def attention_backward(self, *arguments) -> tuple[Tensor, ...]:
+        return reference.attention_backward(*arguments)
+
 
 PROVIDERS: dict[str, Provider] = {
-    p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), TritonFused(), Reference())
+    p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), TritonFused(), TritonExact(), Reference())
 }
 ORDER = {
     "FPROP": ("deep_gemm", "triton", "reference"),
@@ -79,8 +93,10 @@ ORDER = {
     "WGRAD": ("cublaslt", "deep_gemm", "triton", "reference"),
     "quantiser": ("triton", "reference"),
     "fused": ("triton_fused", "reference"),
+    "exact": ("triton_exact", "reference"),
 }
 """Fastest first, as measured on an H200 (docs/kernels.md)."""
+_ROLES = {Quantizer: "quantiser", Fused: "fused", Exact: "exact"}
 
 
 def this_device() -> torch.device:
@@ -113,8 +129,7 @@ def refusal(name: str, request: Request, device: torch.device) -> str | None:
 def _first(request: Request, device: torch.device, wanted: str | None) -> Provider:
     if device.type != "cuda" and wanted is None:
         return PROVIDERS["reference"]
-    role = request.role if isinstance(request, Gemm) else "fused" if isinstance(request, Fused) else "quantiser"
-    names = ORDER[role]
+    names = ORDER[request.role if isinstance(request, Gemm) else _ROLES[type(request)]]
     if isinstance(request, Gemm) and wanted is not None:
         reason = refusal(wanted, request, device)
         if reason is not None:

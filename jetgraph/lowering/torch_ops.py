@@ -143,13 +143,18 @@ def _save_linear(ctx, inputs, output) -> None:
 
 
 def _linear_gradient(ctx, grad):
-    """Plain FP32 GEMMs, each rounded once: a rollout computes no gradients, so their rows may depend on each other."""
+    """The library's GEMMs, each rounded once: a rollout computes no gradients, so their rows may depend on each other.
+
+    A GPU multiplies BF16 and adds in FP32 by itself; elsewhere the operands are widened, or sums would be rounded.
+    """
     x, weight = ctx.saved_tensors
     need_x, need_weight, need_bias = (*ctx.needs_input_grad, False)[:3]
     flat = grad.reshape(-1, grad.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
-    d_x = (flat.float() @ weight.float()).to(x.dtype).view(x.shape) if need_x else None
-    d_weight = (flat.float().t() @ rows.float()).to(weight.dtype) if need_weight else None
+    narrow = grad.is_cuda and grad.dtype is x.dtype is weight.dtype is torch.bfloat16
+    left, right, wide = (flat, rows, weight) if narrow else (flat.float(), rows.float(), weight.float())
+    d_x = (left @ wide).to(x.dtype).view(x.shape) if need_x else None
+    d_weight = (left.t() @ right).to(weight.dtype) if need_weight else None
     return d_x, d_weight, flat.sum(0) if need_bias else None
 
 

@@ -17,38 +17,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetgraph.lowering.triton_fused_kernels import (
-    NORM,
-    PLAIN,
-    SILU_MUL,
-    norm_kernel,
-    silu_mul_backward_kernel,
-    tile_kernel,
-)
-from jetgraph.lowering.triton_quantize import _empty, _rule_arguments
+from jetgraph.lowering.triton_fused_kernels import NORM, PLAIN, SILU_MUL, silu_mul_backward_kernel, tile_kernel
+from jetgraph.lowering.triton_fused_provider import LIMIT
+from jetgraph.lowering.triton_norm_kernels import norm_kernel, norm_sums_kernel, norm_tiles_kernel
+from jetgraph.lowering.triton_quantize import LEAST_SCALE, _empty, _rule_arguments
+from jetgraph.lowering.triton_rows import pieces
+from jetgraph.lowering.triton_silu import DIVISION
 from jetgraph.lowering.triton_words import GROUP
 
 UNIT = 8
 """Numbers in 16 bytes of BF16."""
+STARTED = 512
+"""Programs that run at a time on an H200, roughly: so many lie between a norm and the tiles that need it."""
 
 
 class Tile(NamedTuple):
     """What may be chosen without changing a bit; `benchmarks.quant` measures alternatives."""
 
     tokens: int = 128
-    """Of a tile without codes along the tokens; 128 with them."""
+    """Of a program without codes along the tokens; 128 with them."""
     warps: int = 8
+    registers: int = 0
+    """At most, of a thread; 0 lets the compiler choose."""
+    stages: int = 0
+    """Tiles that are being loaded while a program works on another one; 0 gives each tile a program."""
+    programs: int = 2
+    """Of a multiprocessor, with stages."""
+    rows: int = 8
+    """That a program norms before their tiles are quantised; 0 does that in a launch of its own."""
+    split: bool = False
+    """Two programs for a tile: one along the features and one along the tokens, or one for each of two gradients."""
+
+    def options(self) -> dict:
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
-ROWS_TILE, BOTH_TILE, BACKWARD_TILE = Tile(32, 4), Tile(128, 8), Tile(128, 8)
-NORM_ROWS, NORM_UNROLL, NORM_WARPS = 8, 8, 4
+BOTH_TILE, TOKENS_TILE = Tile(128, 4), Tile(128, 4)
+SILU_ROWS_TILE, SILU_TILE, BACKWARD_TILE = Tile(32, 4), Tile(128, 8), Tile(128, 8, split=True)
+NORM_ROWS_TILE, NORM_TILE = Tile(1, 1), Tile(128, 8)
+
+
+def in_place(x: Tensor) -> bool:
+    """Whether the kernels read x [T, C] where it lies: its rows start at multiples of 16 bytes, not far apart."""
+    return x.stride(1) == 1 and x.stride(0) % UNIT == 0 and x.stride(0) < LIMIT and x.data_ptr() % 16 == 0
 
 
 def _words(x: Tensor) -> tuple[Tensor, int]:
-    """x [..., C] as a matrix of words and its row stride in units; copied if rows do not start at 16 bytes."""
+    """x [..., C] as a matrix of words and its row stride in units; copied if it must be."""
     x = x.reshape(-1, x.shape[-1])
-    aligned = x.stride(1) == 1 and x.stride(0) % UNIT == 0 and x.data_ptr() % 16 == 0
-    if not aligned:
+    if x.shape[0] >= LIMIT or x.shape[1] >= LIMIT:
+        raise ValueError(f"got {list(x.shape)}; expected fewer than {LIMIT} tokens and features: split the call")
+    if not in_place(x):
         x = x.contiguous()
         x = x if x.data_ptr() % 16 == 0 else x.clone()
     return x.view(torch.int32), x.stride(0) // UNIT
@@ -77,21 +96,36 @@ def _arguments(rule: tuple, native: bool) -> dict:
     return {**_rule_arguments(rule, native), "qmax_inverse": 1.0 / rule[0]}
 
 
+def _edges(num_rows: int, num_features: int, height: int = GROUP, width: int = GROUP) -> dict:
+    """Whether rows of codes along the tokens are whole words, and whether tiles have no ragged edge."""
+    return {"WHOLE": num_rows % 16 == 0, "EVEN": num_rows % height == 0 and num_features % width == 0}
+
+
 def _quantize_tiles(
     source: tl.constexpr, a: Tensor, b: Tensor, r: Tensor, out: Codes, rule: tuple, tile: Tile, native: bool,
-    rows: bool = True, tokens: bool = True, is_reversed: bool = False, divides: bool = True,
+    rows: bool = True, tokens: bool = True, way: int = DIVISION.value,
 ) -> None:  # fmt: skip
     num_rows, num_features = a.shape
     if not a.numel():
         return
     (a_words, a_units), (b_words, b_units) = _words(a), _words(b)
     height = GROUP if tokens else tile.tokens
-    whole = num_rows % 16 == 0 and tokens
-    tile_kernel[(triton.cdiv(num_rows, height) * triton.cdiv(num_features, GROUP),)](
-        a_words, b_words, r, *_stored(out, whole), num_rows, num_features // UNIT, a_units, b_units,
-        SOURCE=source.value, ROWS=rows, TOKENS=tokens, FOURTH=height // 4, WHOLE=whole, REVERSED=is_reversed,
-        DIVIDES=divides or not native, num_warps=tile.warps, **_arguments(rule, native),
+    edges = _edges(num_rows, num_features, height)
+    programs = triton.cdiv(num_rows, height) * triton.cdiv(num_features, GROUP)
+    split = tile.split and rows and tokens
+    if split:
+        programs *= 2
+    elif tile.stages:
+        programs = min(programs, tile.programs * _multiprocessors(a.device))
+    tile_kernel[(programs,)](
+        a_words, b_words, r, *_stored(out, edges["WHOLE"]), num_rows, num_features // UNIT, a_units, b_units,
+        SOURCE=source.value, ROWS=rows, TOKENS=tokens, FOURTH=height // 4, STAGES=0 if split else tile.stages,
+        SPLIT=split, WAY=way if native else DIVISION.value, **edges, **tile.options(), **_arguments(rule, native),
     )  # fmt: skip
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def quantize_rows_and_tokens(x: Tensor, group: int, *rule, tile: Tile = BOTH_TILE, native: bool = True) -> Codes:
@@ -101,11 +135,19 @@ def quantize_rows_and_tokens(x: Tensor, group: int, *rule, tile: Tile = BOTH_TIL
     return out
 
 
-def quantize_tokens(x: Tensor, group: int, *rule, tile: Tile = BOTH_TILE, native: bool = True) -> tuple[Tensor, Tensor]:
-    """`jetgraph::quantize_tokens` of x [T, C], for `benchmarks.quant` to compare."""
+def quantize_tokens(
+    x: Tensor, group: int, *rule, tile: Tile = TOKENS_TILE, native: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`jetgraph::quantize_tokens` of x [T, C], for what `serves_tokens` says."""
     out = _empty_codes(x, False, True)
     _quantize_tiles(PLAIN, x, x, out[1], out, rule, tile, native, rows=False)
     return out[2:]
+
+
+def serves_tokens(x: Tensor, group: int, *rule) -> bool:
+    """Whether `quantize_tokens` is for x [T, C], and reads it where it lies."""
+    usual = x.dtype is torch.bfloat16 and group == GROUP and x.shape[1] % 16 == 0 and x.shape[0] < LIMIT
+    return usual and rule[1] / rule[0] >= LEAST_SCALE and in_place(x)
 
 
 def silu_mul_quantize(
@@ -116,13 +158,13 @@ def silu_mul_quantize(
     *rule,
     tile: Tile | None = None,
     native: bool = True,
-    divides: bool = True,
+    way: int = DIVISION.value,
 ) -> Codes:
-    """`jetgraph::silu_mul_quantize` of gate, up [..., C]."""
+    """`jetgraph::silu_mul_quantize` of gate, up [..., C]; silu by ``way`` of `triton_silu.WAYS`."""
     gate, up = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
     out = _empty_codes(gate, True, tokens)
-    tile = tile or (BOTH_TILE if tokens else ROWS_TILE)
-    _quantize_tiles(SILU_MUL, gate, up, out[1], out, rule, tile, native, tokens=tokens, divides=divides)
+    tile = tile or (SILU_TILE if tokens else SILU_ROWS_TILE)
+    _quantize_tiles(SILU_MUL, gate, up, out[1], out, rule, tile, native, tokens=tokens, way=way)
     return out
 
 
@@ -134,20 +176,42 @@ def silu_mul_backward_quantize(
     *rule,
     tile: Tile = BACKWARD_TILE,
     native: bool = True,
-    divides: bool = True,
+    way: int = DIVISION.value,
 ) -> tuple[Tensor, ...]:
     """`jetgraph::silu_mul_backward_quantize` of dy, gate, up [..., C]: codes of d_gate, then of d_up."""
     inputs = [x.reshape(-1, x.shape[-1]) for x in (dy, gate, up)]
     num_rows, num_features = inputs[0].shape
     d_gate, d_up = (_empty_codes(inputs[0], True, True) for _ in range(2))
     if inputs[0].numel():
-        (words, units), whole = zip(*map(_words, inputs), strict=True), num_rows % 16 == 0
-        silu_mul_backward_kernel[(triton.cdiv(num_rows, GROUP) * triton.cdiv(num_features, GROUP),)](
-            *words, *_stored(d_gate, whole), *_stored(d_up, whole), num_rows, num_features // UNIT, *units,
-            FOURTH=GROUP // 4, WHOLE=whole, DIVIDES=divides or not native,
-            num_warps=tile.warps, **_arguments(rule, native),
+        (words, units), edges = zip(*map(_words, inputs), strict=True), _edges(num_rows, num_features)
+        tiles = triton.cdiv(num_rows, GROUP) * triton.cdiv(num_features, GROUP)
+        silu_mul_backward_kernel[(tiles * (1 + tile.split),)](
+            *words, *_stored(d_gate, edges["WHOLE"]), *_stored(d_up, edges["WHOLE"]), num_rows, num_features // UNIT,
+            *units, SPLIT=tile.split, FOURTH=GROUP // 4, WAY=way if native else DIVISION.value,
+            **edges, **tile.options(), **_arguments(rule, native),
         )  # fmt: skip
     return (*d_gate, *d_up)
+
+
+def inverse_rms(x: Tensor, eps: float, own_mean: bool, *, native: bool = True) -> Tensor:
+    """`jetgraph::inverse_rms` of x [..., C], with `jetgraph::row_mean`'s mean."""
+    flat = x.reshape(-1, x.shape[-1])
+    num_rows, num_features = flat.shape
+    r = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    if flat.numel():
+        (words, units), cut = _words(flat), pieces(num_features)
+        height = 1 << max(2, min(5, (4096 // sum(cut)).bit_length() - 1))  # a few rows keep a program busy
+        edges = _edges(num_rows, num_features, height, sum(cut))
+        norm_sums_kernel[(triton.cdiv(num_rows, height),)](
+            words, words, words, r, num_rows, num_features // UNIT, units, units, eps, RESIDUAL=False, ROWS=height,
+            EVEN=edges["EVEN"], PIECES=cut, NATIVE=native, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return r
+
+
+def _rows_tile(length: int) -> Tile:
+    """One row a program; as many warps as hold it in registers."""
+    return NORM_ROWS_TILE._replace(warps=min(8, max(1, triton.next_power_of_2(length) // 4096)))
 
 
 def rms_norm_quantize(
@@ -159,13 +223,13 @@ def rms_norm_quantize(
     tokens: bool,
     group: int,
     *rule,
-    tile: Tile = BOTH_TILE,
+    tile: Tile | None = None,
     native: bool = True,
 ) -> tuple[Tensor, ...]:
     """`jetgraph::rms_norm_quantize` of x, residual [..., C] and weight [C], with `jetgraph::row_mean`'s mean.
 
-    With codes along the tokens r must be known for 128 tokens first: one kernel writes the sums and r, another reads
-    the sums again, the last ones first.
+    Without codes along the tokens a row is read once.  With them r must be known for 128 tokens first, and the sums are
+    read again: from the cache if one launch does both.
     """
     flat = x.reshape(-1, x.shape[-1])
     num_rows, num_features = flat.shape
@@ -176,16 +240,39 @@ def rms_norm_quantize(
     )
     r = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     out = _empty_codes(flat, True, tokens)
-    if flat.numel():
-        (x_words, x_units), (weight_words, _) = _words(flat), _words(weight)
-        other, other_units = (x_words, x_units) if residual is None else _words(residual)
-        norm_kernel[(triton.cdiv(num_rows, NORM_ROWS),)](
-            x_words, other, weight_words, x_words if residual is None else sums.view(torch.int32), r,
-            *_stored(out, False)[:2], num_rows, num_features // UNIT, x_units, other_units, eps,
-            RESIDUAL=residual is not None, CODES=not tokens, ROWS=NORM_ROWS, UNROLL=NORM_UNROLL,
-            num_warps=NORM_WARPS, **_arguments(rule, native),
+    if not flat.numel():
+        return (sums, r, *out)
+    cut = pieces(num_features)
+    tile = tile or (NORM_TILE if tokens else _rows_tile(sum(cut)))
+    (x_words, x_units), (weight_words, _) = _words(flat), _words(weight)
+    other, other_units = (x_words, x_units) if residual is None else _words(residual)
+    total = x_words if residual is None else sums.view(torch.int32)
+    shape, units = (num_rows, num_features // UNIT), (x_units, other_units)
+    constants = {"RESIDUAL": residual is not None, "PIECES": cut}
+    rule_arguments = _arguments(rule, native)
+    if not tokens:
+        edges = _edges(num_rows, num_features, tile.tokens, sum(cut))
+        norm_kernel[(triton.cdiv(num_rows, tile.tokens),)](
+            x_words, other, weight_words, total, r, *_stored(out, False)[:2], *shape, *units, eps,
+            ROWS=tile.tokens, EVEN=edges["EVEN"], **constants, **tile.options(), **rule_arguments,
         )  # fmt: skip
-    if tokens:
-        total = flat if residual is None else sums.view(-1, num_features)
-        _quantize_tiles(NORM, total, weight, r, out, rule, tile, native, is_reversed=True)
+    elif tile.rows:
+        edges = _edges(num_rows, num_features, GROUP, sum(cut))
+        blocks, tiles = triton.cdiv(num_rows, GROUP), triton.cdiv(num_features, GROUP)
+        turns = GROUP // tile.rows + tiles * (1 + tile.split)
+        lag = min(triton.cdiv(STARTED, turns), blocks)
+        ready = torch.zeros(blocks + 1, dtype=torch.int32, device=x.device)
+        norm_tiles_kernel[((blocks + lag) * turns,)](
+            x_words, other, weight_words, total, r, *_stored(out, edges["WHOLE"]), ready, *shape, *units, lag, eps,
+            ROWS=tile.rows, SPLIT=tile.split, FOURTH=GROUP // 4,
+            **edges, **constants, **tile.options(), **rule_arguments,
+        )  # fmt: skip
+    else:
+        edges = _edges(num_rows, num_features, 4, sum(cut))
+        norm_sums_kernel[(triton.cdiv(num_rows, 4),)](
+            x_words, other, total, r, *shape, *units, eps, ROWS=4, EVEN=edges["EVEN"], **constants,
+            NATIVE=rule_arguments["NATIVE"], num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        quantized = flat if residual is None else sums.view(-1, num_features)
+        _quantize_tiles(NORM, quantized, weight, r, out, rule, tile, native)
     return (sums, r, *out)

@@ -1,7 +1,7 @@
-"""The Triton kernels that `triton_fused` launches: a norm row by row, tiles, gradients of a gated activation.
+"""Tiles that are made of one or more matrices and quantised both ways: the Triton kernels that `triton_fused` launches.
 
-Matrices are of words (`triton_words`), [T, C/2]; ``units`` are features in eights, and ``x_units`` how many units lie
-between the starts of two rows of x.
+Matrices are of words (`triton_words`), [T, C/2]; ``units`` are features in eights, and ``a_units`` how many units lie
+between the starts of two rows of a.  EVEN says that tiles have no ragged edge.  Next door: `triton_norm_kernels`.
 """
 
 from __future__ import annotations
@@ -9,101 +9,148 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetgraph.lowering.triton_rows import add_pairs, mean_of
-from jetgraph.lowering.triton_silu import gradient, sigmoid_and_silu, silu_words
-from jetgraph.lowering.triton_words import high, load_words, low, multiply, pack, store_row_codes, store_token_codes
+from jetgraph.lowering.triton_silu import gradient_words, silu_words
+from jetgraph.lowering.triton_words import (
+    high,
+    load_words,
+    low,
+    multiply,
+    pack,
+    row_codes,
+    store,
+    store_token_codes,
+    tile_at,
+)
 
-# -------------------------------------------------------------------------------------------- norms, row by row
+GROUP_WORDS = tl.constexpr(64)
+TOKENS_A_TILE = tl.constexpr(128)
 
 
 @triton.jit
-def _summed(x, residual, rows, words, num_rows, num_words, x_units, residual_units, RESIDUAL: tl.constexpr,
-            NATIVE: tl.constexpr):  # fmt: skip
-    word = load_words(x, rows, words, num_rows, num_words, x_units)
-    if RESIDUAL:
-        other = load_words(residual, rows, words, num_rows, num_words, residual_units)
-        word = pack(low(word) + low(other), high(word) + high(other), NATIVE)
+def neighbours(start, COUNT: tl.constexpr):
+    """Numbers of COUNT neighbouring words.
+
+    A thread shall hold four, the 16 bytes that it loads, and store their codes as 8 bytes: told of no more, the
+    compiler does not exchange codes between threads to store 16.
+    """
+    return start + tl.max_contiguous(tl.arange(0, COUNT), 4)
+
+
+@triton.jit
+def normed(word, r, weight, words, num_words, EVEN: tl.constexpr, NATIVE: tl.constexpr):
+    """weight · bf16(word · r); r [R, 1]."""
+    if EVEN:
+        scale = tl.load(weight + words)[None, :]
+    else:
+        scale = tl.load(weight + words, mask=words < num_words, other=0)[None, :]
+    return multiply(pack(low(word) * r, high(word) * r, NATIVE), scale, NATIVE)
+
+
+PLAIN, NORM, SILU_MUL, GATE_GRADIENT, UP_GRADIENT = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def _tile_words(
+    SOURCE: tl.constexpr, a, b, c, r, rows, words, num_rows, num_words, a_units, b_units, c_units,
+    WAY: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Words of what is quantised:
+
+    PLAIN a; NORM b · bf16(a · r), b [C]; SILU_MUL bf16(silu(a)) · b; UP_GRADIENT bf16(silu(a)) · b, b being dy;
+    GATE_GRADIENT silu_backward(bf16(b · c), a), c being up.
+    """
+    word = load_words(a, rows, words, num_rows, num_words, a_units, EVEN)
+    if SOURCE == NORM:
+        if EVEN:
+            factor = tl.load(r + rows)[:, None]
+        else:
+            factor = tl.load(r + rows, mask=rows < num_rows, other=0.0)[:, None]
+        word = normed(word, factor, b, words, num_words, EVEN, NATIVE)
+    elif SOURCE != PLAIN:
+        other = load_words(b, rows, words, num_rows, num_words, b_units, EVEN)
+        if SOURCE == GATE_GRADIENT:
+            other = multiply(other, load_words(c, rows, words, num_rows, num_words, c_units, EVEN), NATIVE)
+            word = gradient_words(other, word, WAY, NATIVE)
+        else:
+            word = multiply(silu_words(word, WAY, NATIVE), other, NATIVE)
     return word
 
 
 @triton.jit
-def _normed(word, r, weight, words, num_words, NATIVE: tl.constexpr):
-    """weight · bf16(word · r); r [R, 1]."""
-    scale = tl.load(weight + words, mask=words < num_words, other=0)[None, :]
-    return multiply(pack(low(word) * r, high(word) * r, NATIVE), scale, NATIVE)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def norm_kernel(
-    x,
-    residual,
-    weight,
-    sums,
-    r_out,
+def quantize_tile(
+    SOURCE: tl.constexpr,
+    a,
+    b,
+    c,
+    r,
     codes,
     scales,
+    codes_t,
+    scales_t,
+    tile_row,
+    group,
     num_rows,
     units,
-    x_units,
-    residual_units,
-    eps,
+    a_units,
+    b_units,
+    c_units,
     qmax,
     qmax_inverse,
     amax_floor,
-    RESIDUAL: tl.constexpr,
-    CODES: tl.constexpr,
     ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FOURTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WAY: tl.constexpr,
     DIVISION: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SATURATES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """s = x + residual and r of ROWS rows; with CODES, a second walk over them (from the caches) quantises."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Codes along the features (ROWS), along the tokens (TOKENS), of 4·FOURTH tokens x 128 features."""
     num_words = units * 4
-    num_groups = tl.cdiv(num_words, 64)
-    left, right = tl.zeros((ROWS, 64), tl.float32), tl.zeros((ROWS, 64), tl.float32)
-    for start in range(0, num_words, 64 * UNROLL):
-        for step in tl.static_range(UNROLL):
-            words = (start + step * 64 + tl.arange(0, 64)).to(tl.int64)
-            word = _summed(x, residual, rows, words, num_rows, num_words, x_units, residual_units, RESIDUAL, NATIVE)
-            if RESIDUAL:
-                inside = (rows < num_rows)[:, None] & (words < num_words)[None, :]
-                tl.store(sums + rows[:, None] * num_words + words[None, :], word, mask=inside)
-            left += low(word) * low(word)
-            right += high(word) * high(word)
-    r = tl.rsqrt(mean_of(add_pairs(left + right, ROWS), num_words * 2) + eps)
-    tl.store(r_out + rows, r, mask=rows < num_rows)
-    if CODES:
-        for group in range(num_groups):
-            words = (group * 64 + tl.arange(0, 64)).to(tl.int64)
-            word = _summed(x, residual, rows, words, num_rows, num_words, x_units, residual_units, RESIDUAL, NATIVE)
-            word = _normed(word, r[:, None], weight, words, num_words, NATIVE)
-            scale = store_row_codes(
-                word, rows, words, codes, num_rows, num_words, qmax, qmax_inverse, amax_floor,
-                DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-            )  # fmt: skip
-            tl.store(scales + rows * num_groups + group, scale, mask=rows < num_rows)
-
-
-# --------------------------------------------------------------------------------------------------------- tiles
-
-PLAIN, NORM, SILU_MUL = (tl.constexpr(i) for i in range(3))
-
-
-@triton.jit
-def _tile(SOURCE: tl.constexpr, a, b, r, rows, words, num_rows, num_words, a_units, b_units, DIVIDES: tl.constexpr,
-          NATIVE: tl.constexpr):  # fmt: skip
-    """Words of what is quantised: a; or b · bf16(a · r), b [C]; or bf16(silu(a)) · b."""
-    word = load_words(a, rows, words, num_rows, num_words, a_units)
+    num_groups = tl.cdiv(num_words, GROUP_WORDS)
+    row, column = tile_row * (4 * FOURTH), group * GROUP_WORDS
+    rows_left, words_left = num_rows - row, num_words - column
+    fourths, words = tl.arange(0, FOURTH), neighbours(0, GROUP_WORDS)
+    a = tile_at(a, row, a_units * 4, column)
     if SOURCE == NORM:
-        factor = tl.load(r + rows, mask=rows < num_rows, other=0.0)[:, None]
-        word = _normed(word, factor, b, words, num_words, NATIVE)
-    elif SOURCE == SILU_MUL:
-        other = load_words(b, rows, words, num_rows, num_words, b_units)
-        word = multiply(silu_words(word, DIVIDES, NATIVE), other, NATIVE)
-    return word
+        b, r = b + column, tile_at(r, row, 1, 0)
+    else:
+        b, c = tile_at(b, row, b_units * 4, column), tile_at(c, row, c_units * 4, column)
+    tokens, tile = (), ()
+    for i in tl.static_range(4):
+        rows = fourths * 4 + i
+        word = _tile_words(
+            SOURCE, a, b, c, r, rows, words, rows_left, words_left, a_units, b_units, c_units, WAY, EVEN, NATIVE,
+        )  # fmt: skip
+        tokens, tile = tokens + (rows,), tile + (word,)
+    if ROWS:
+        codes = tile_at(codes, row, num_words, column)
+        found = ()
+        for i in tl.static_range(4):
+            code, scale = row_codes(
+                tile[i], qmax, qmax_inverse, amax_floor, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            )  # fmt: skip
+            at = codes + (tokens[i][:, None] * num_words + words[None, :])
+            store(at, code, tokens[i], words, rows_left, words_left, EVEN)
+            found = found + (scale,)
+        scale = tl.reshape(tl.join(tl.join(found[0], found[2]), tl.join(found[1], found[3])), (4 * FOURTH,))
+        rows = tl.arange(0, 4 * FOURTH)
+        tl.store(tile_at(scales, row, num_groups, group) + rows * num_groups, scale, mask=rows < rows_left)
+    if TOKENS:
+        num_token_groups = tl.cdiv(num_rows, TOKENS_A_TILE)
+        if WHOLE:
+            codes_t = tile_at(codes_t, column * 2, num_rows // 16 * 4, tile_row * FOURTH)
+        else:
+            codes_t = tile_at(codes_t, column * 2, num_rows, row)
+        scales_t = tile_at(scales_t, column * 2, num_token_groups, tile_row)
+        store_token_codes(
+            tile[0], tile[1], tile[2], tile[3], fourths, words, codes_t, scales_t, rows_left, words_left, num_rows,
+            num_token_groups, qmax, qmax_inverse, amax_floor,
+            WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -127,102 +174,45 @@ def tile_kernel(
     TOKENS: tl.constexpr,
     FOURTH: tl.constexpr,
     WHOLE: tl.constexpr,
-    REVERSED: tl.constexpr,
-    DIVIDES: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WAY: tl.constexpr,
     DIVISION: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SATURATES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Codes along the features (ROWS), along the tokens (TOKENS), of 4·FOURTH tokens x 128 features."""
-    num_words = units * 4
-    num_groups = tl.cdiv(num_words, 64)
-    place = tl.program_id(0)
-    if REVERSED:  # what the kernel before wrote last is still in the cache
-        place = tl.num_programs(0) - 1 - place
-    tile_row, group = place // num_groups, place % num_groups
-    fourths = tile_row.to(tl.int64) * FOURTH + tl.arange(0, FOURTH)
-    rows = fourths * 4
-    words = group.to(tl.int64) * 64 + tl.arange(0, 64)
-    w0 = _tile(SOURCE, a, b, r, rows, words, num_rows, num_words, a_units, b_units, DIVIDES, NATIVE)
-    w1 = _tile(SOURCE, a, b, r, rows + 1, words, num_rows, num_words, a_units, b_units, DIVIDES, NATIVE)
-    w2 = _tile(SOURCE, a, b, r, rows + 2, words, num_rows, num_words, a_units, b_units, DIVIDES, NATIVE)
-    w3 = _tile(SOURCE, a, b, r, rows + 3, words, num_rows, num_words, a_units, b_units, DIVIDES, NATIVE)
-    _store_tile(
-        w0, w1, w2, w3, fourths, words, tile_row, group, codes, scales, codes_t, scales_t,
-        num_rows, num_words, num_groups, qmax, qmax_inverse, amax_floor,
-        ROWS, TOKENS, FOURTH, WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-    )  # fmt: skip
+    """One tile a program.
 
-
-@triton.jit
-def _store_tile(
-    w0,
-    w1,
-    w2,
-    w3,
-    fourths,
-    words,
-    tile_row,
-    group,
-    codes,
-    scales,
-    codes_t,
-    scales_t,
-    num_rows,
-    num_words,
-    num_groups,
-    qmax,
-    qmax_inverse,
-    amax_floor,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FOURTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    DIVISION: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SATURATES: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    rows = fourths * 4
-    if ROWS:
-        s0 = store_row_codes(
-            w0, rows + 0, words, codes, num_rows, num_words, qmax, qmax_inverse, amax_floor,
-            DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-        s1 = store_row_codes(
-            w1, rows + 1, words, codes, num_rows, num_words, qmax, qmax_inverse, amax_floor,
-            DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-        s2 = store_row_codes(
-            w2, rows + 2, words, codes, num_rows, num_words, qmax, qmax_inverse, amax_floor,
-            DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-        s3 = store_row_codes(
-            w3, rows + 3, words, codes, num_rows, num_words, qmax, qmax_inverse, amax_floor,
-            DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-        scale = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * FOURTH,))
-        tokens = tile_row.to(tl.int64) * (4 * FOURTH) + tl.arange(0, 4 * FOURTH)
-        tl.store(scales + tokens * num_groups + group, scale, mask=tokens < num_rows)
-    if TOKENS:
-        store_token_codes(
-            w0, w1, w2, w3, fourths, words, tile_row, codes_t, scales_t, num_rows, num_words, tl.cdiv(num_rows, 128),
-            qmax, qmax_inverse, amax_floor, WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _gradients(dy, gate, up, rows, words, num_rows, num_words, dy_units, gate_units, up_units,
-               DIVIDES: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """Words of silu_backward(bf16(dy · up), gate) and of dy · bf16(silu(gate))."""
-    d = load_words(dy, rows, words, num_rows, num_words, dy_units)
-    g = load_words(gate, rows, words, num_rows, num_words, gate_units)
-    d_silu = multiply(d, load_words(up, rows, words, num_rows, num_words, up_units), NATIVE)
-    s_left, left = sigmoid_and_silu(low(g), DIVIDES, NATIVE)
-    s_right, right = sigmoid_and_silu(high(g), DIVIDES, NATIVE)
-    d_left, d_right = gradient(low(d_silu), low(g), s_left), gradient(high(d_silu), high(g), s_right)
-    return pack(d_left, d_right, NATIVE), multiply(d, pack(left, right, NATIVE), NATIVE)
+    With STAGES a program walks over many, and the next ones are loaded meanwhile.  With SPLIT one program quantises
+    along the features and the next one along the tokens: fewer registers, and the second to come reads from the cache.
+    """
+    num_groups = tl.cdiv(units, 16)
+    if STAGES == 0:
+        place, turn = tl.program_id(0), 0
+        if SPLIT:
+            place, turn = place // 2, place % 2
+        if not SPLIT or turn == 0:
+            quantize_tile(
+                SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, place // num_groups, place % num_groups,
+                num_rows, units, a_units, b_units, b_units, qmax, qmax_inverse, amax_floor,
+                ROWS, TOKENS and not SPLIT, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            )  # fmt: skip
+        else:
+            quantize_tile(
+                SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, place // num_groups, place % num_groups,
+                num_rows, units, a_units, b_units, b_units, qmax, qmax_inverse, amax_floor,
+                False, TOKENS, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            )  # fmt: skip
+    else:
+        num_tiles = tl.cdiv(num_rows, 4 * FOURTH) * num_groups
+        for place in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+            quantize_tile(
+                SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, place // num_groups, place % num_groups,
+                num_rows, units, a_units, b_units, b_units, qmax, qmax_inverse, amax_floor,
+                ROWS, TOKENS, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -246,40 +236,36 @@ def silu_mul_backward_kernel(
     qmax,
     qmax_inverse,
     amax_floor,
+    SPLIT: tl.constexpr,
     FOURTH: tl.constexpr,
     WHOLE: tl.constexpr,
-    DIVIDES: tl.constexpr,
+    EVEN: tl.constexpr,
+    WAY: tl.constexpr,
     DIVISION: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SATURATES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Both gradients of a gated activation, each quantised both ways."""
-    num_words = units * 4
-    num_groups = tl.cdiv(num_words, 64)
-    tile_row, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
-    fourths = tile_row.to(tl.int64) * FOURTH + tl.arange(0, FOURTH)
-    rows = fourths * 4
-    words = group.to(tl.int64) * 64 + tl.arange(0, 64)
-    g0, u0 = _gradients(
-        dy, gate, up, rows, words, num_rows, num_words, dy_units, gate_units, up_units, DIVIDES, NATIVE,
-    )  # fmt: skip
-    g1, u1 = _gradients(
-        dy, gate, up, rows + 1, words, num_rows, num_words, dy_units, gate_units, up_units, DIVIDES, NATIVE,
-    )  # fmt: skip
-    g2, u2 = _gradients(
-        dy, gate, up, rows + 2, words, num_rows, num_words, dy_units, gate_units, up_units, DIVIDES, NATIVE,
-    )  # fmt: skip
-    g3, u3 = _gradients(
-        dy, gate, up, rows + 3, words, num_rows, num_words, dy_units, gate_units, up_units, DIVIDES, NATIVE,
-    )  # fmt: skip
-    _store_tile(
-        g0, g1, g2, g3, fourths, words, tile_row, group, gate_codes, gate_scales, gate_codes_t, gate_scales_t,
-        num_rows, num_words, num_groups, qmax, qmax_inverse, amax_floor,
-        True, True, FOURTH, WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-    )  # fmt: skip
-    _store_tile(
-        u0, u1, u2, u3, fourths, words, tile_row, group, up_codes, up_scales, up_codes_t, up_scales_t,
-        num_rows, num_words, num_groups, qmax, qmax_inverse, amax_floor,
-        True, True, FOURTH, WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-    )  # fmt: skip
+    """Both gradients of a gated activation, each quantised both ways: by two programs (SPLIT), or one after the other.
+
+    Either way a tile of dy and gate is read twice and comes from a cache the second time; kept in registers, both
+    gradients leave room for one program a multiprocessor.
+    """
+    num_groups = tl.cdiv(units, 16)
+    place, turn = tl.program_id(0), 0
+    if SPLIT:
+        place, turn = place // 2, place % 2
+    if not SPLIT or turn == 0:
+        quantize_tile(
+            GATE_GRADIENT, gate, dy, up, dy, gate_codes, gate_scales, gate_codes_t, gate_scales_t,
+            place // num_groups, place % num_groups, num_rows, units, gate_units, dy_units, up_units,
+            qmax, qmax_inverse, amax_floor,
+            True, True, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        )  # fmt: skip
+    if not SPLIT or turn == 1:
+        quantize_tile(
+            UP_GRADIENT, gate, dy, dy, dy, up_codes, up_scales, up_codes_t, up_scales_t,
+            place // num_groups, place % num_groups, num_rows, units, gate_units, dy_units, dy_units,
+            qmax, qmax_inverse, amax_floor,
+            True, True, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
 from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, self_test
+from jetgraph.lowering.triton_fused_provider import GROUP, TEST_RULES, TEST_SHAPES, exercises, same_bits
 from jetgraph.precision import E4M3_MAX, F32_TINY
 
 SIDES = (1, 16, 32, 64, 128)
@@ -30,7 +32,11 @@ class TritonKernels:
         if missing:
             return Finding(self.name, False, missing, versions)
         cases = (FPROP, replace(FPROP, bias=True), WGRAD)
-        return self_test(self.name, self.fp8_gemm, cases, device, versions)
+        finding = self_test(self.name, self.fp8_gemm, cases, device, versions)
+        if not finding.ok:
+            return finding
+        missing = words_refusal(device)
+        return replace(finding, reason=f"{finding.reason}; not the faster quantiser: {missing}") if missing else finding
 
     def refuses(self, request: Gemm | Quantizer) -> str | None:
         if isinstance(request, Gemm):
@@ -48,10 +54,11 @@ class TritonKernels:
 
         return triton_quantize.quantize(x, *arguments)
 
-    def quantize_tokens(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-        from jetgraph.lowering import triton_quantize
+    def quantize_tokens(self, x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
+        from jetgraph.lowering import triton_fused, triton_quantize
 
-        return triton_quantize.quantize_tokens(x, *arguments)
+        by_words = triton_fused.serves_tokens(x, group, *rule) and not words_refusal(x.device)
+        return (triton_fused if by_words else triton_quantize).quantize_tokens(x, group, *rule)
 
     def requantize_tokens(self, codes: Tensor, scale: Tensor, *arguments) -> tuple[Tensor, Tensor]:
         from jetgraph.lowering import triton_quantize
@@ -64,3 +71,23 @@ class TritonKernels:
         from jetgraph.lowering import triton_gemm
 
         return triton_gemm.fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
+
+
+@cache
+def words_refusal(device: torch.device) -> str:
+    """Why `triton_fused.quantize_tokens` does not run on ``device``; "" if its bytes are the plain ones."""
+    from jetgraph.lowering import triton_fused, triton_quantize
+
+    missing = missing_hopper(device)
+    if missing:
+        return missing
+    try:
+        for shape in TEST_SHAPES:
+            for rule in TEST_RULES:
+                x = exercises(*shape, rule, device)[0][1][0]
+                fast, plain = (k.quantize_tokens(x, GROUP, *rule) for k in (triton_fused, triton_quantize))
+                if not all(map(same_bits, fast, plain)):
+                    return f"it differs in bits, of {list(shape)} by {rule}"
+    except Exception as error:  # whatever a compiler throws at its first use; the plain one needs no more than before
+        return f"it failed with {type(error).__name__}"
+    return ""

@@ -1,4 +1,4 @@
-"""Triton quantisers: one kernel for every granularity, and one that gives two granularities of one read.
+"""Triton quantisers: one kernel for every granularity, dtype and stride; `triton_fused` has faster ones for most.
 
 Bit-equal to `jetgraph.lowering.reference.quantize`: the largest magnitude is found on the bits of the numbers (so that
 NaN and ±inf win instead of vanishing), quotients are those of IEEE division (the plain `/` of a GPU kernel is not), a
@@ -188,57 +188,8 @@ def quantize_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def quantize_twice_kernel(
-    x,
-    codes,
-    scales,
-    codes_t,
-    scales_t,
-    num_rows,
-    num_cols,
-    x_row,
-    x_col,
-    code_row,
-    scale_row,
-    code_row_t,
-    scale_row_t,
-    qmax,
-    amax_floor,
-    GROUP: tl.constexpr,
-    PART_R: tl.constexpr,
-    PART_C: tl.constexpr,
-    DIVISION: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SATURATES: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """x [T, C] once in groups of 1 x GROUP and once of GROUP x 1, the latter stored [C, T].
-
-    A program walks over one GROUP x GROUP square twice, row part by row part, then column part by column part: the
-    second time the square is still in the caches, so device memory is read once."""
-    num_tiles = tl.cdiv(num_cols, GROUP)
-    tile_row, tile_col = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    for part in range(GROUP // PART_R):
-        row = tile_row * (GROUP // PART_R) + part
-        tile = _read(x, x, row, tile_col, num_rows, num_cols, x_row, x_col, 0, 0, PART_R, GROUP)
-        _emit(
-            tile, row, tile_col, codes, scales, num_rows, num_cols, code_row, 1, scale_row, 1,
-            qmax, amax_floor, 1, GROUP, PART_R, GROUP, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-    for part in range(GROUP // PART_C):
-        col = tile_col * (GROUP // PART_C) + part
-        tile = _read(x, x, tile_row, col, num_rows, num_cols, x_row, x_col, 0, 0, GROUP, PART_C)
-        _emit(
-            tile, tile_row, col, codes_t, scales_t, num_rows, num_cols, 1, code_row_t, 1, scale_row_t,
-            qmax, amax_floor, GROUP, 1, GROUP, PART_C, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-        )  # fmt: skip
-
-
 LANES = {"rows": (16, 1), "block": (1, 4), "tokens": (16, 1)}
 """By what is quantised: how many numbers a tile has along an axis that blocks do not span, and its warps."""
-PARTS = (16, 16, 1)
-"""PART_R, PART_C and warps of `quantize_twice_kernel`."""
 
 
 def _empty(x: Tensor, rows: int, cols: int, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -328,29 +279,3 @@ def requantize_tokens(
     cols = cols or max(codes.shape[1], 1)
     _launch(codes, out, (group, 1), True, rule, LANES["tokens"], native, scale.contiguous(), cols)
     return out
-
-
-def quantize_rows_and_tokens(
-    x: Tensor, group: int, *rule, parts: tuple[int, int, int] = PARTS, native: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize(x, 1, group)` and `quantize_tokens(x, group)` in one read of x [T, C]: what FPROP and WGRAD need."""
-    rows, tokens = _empty(x, 1, group, False), _empty(x, group, 1, True)
-    if x.numel():
-        (num_rows, num_cols), (part_r, part_c, warps) = x.shape, parts
-        quantize_twice_kernel[(triton.cdiv(num_rows, group) * triton.cdiv(num_cols, group),)](
-            x,
-            rows[0].view(torch.uint8),
-            rows[1],
-            tokens[0].view(torch.uint8),
-            tokens[1],
-            num_rows,
-            num_cols,
-            *x.stride(),
-            *(t.stride(0) for t in (*rows, *tokens)),
-            GROUP=group,
-            PART_R=min(part_r, group),
-            PART_C=min(part_c, group),
-            num_warps=warps,
-            **_rule_arguments(rule, native),
-        )
-    return (*rows, *tokens)

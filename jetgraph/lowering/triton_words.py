@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetgraph.lowering.triton_quantize import INF_BITS, _e4m3_by_integers, _scale_and_factor
+from jetgraph.lowering.triton_quantize import _e4m3_by_integers, _scale_and_factor
 
 GROUP = 128
 WORDS = tl.constexpr(GROUP // 2)
@@ -54,18 +54,57 @@ def pack(left, right, NATIVE: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, NATIVE: tl.constexpr):
-    """BF16 products of words."""
-    return pack(low(a) * low(b), high(a) * high(b), NATIVE)
+    """BF16 products of words, rounded once: in FP32 a product of two BF16 numbers is exact."""
+    if NATIVE:
+        return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        return pack(low(a) * low(b), high(a) * high(b), NATIVE)
 
 
 @triton.jit
-def load_words(x, rows, words, num_rows, num_words, units):
-    """Words [R, 64] of a matrix whose rows are ``units`` of eight numbers apart; zeros past its edges.
+def add(a, b, NATIVE: tl.constexpr):
+    """BF16 sums of words.
+
+    ATen adds in FP32 and rounds again.  That is one rounding too: where a sum is not exact in FP32, the smaller number
+    is too small to bring it near the middle between two BF16 numbers.
+    """
+    if NATIVE:
+        return tl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        return pack(low(a) + low(b), high(a) + high(b), NATIVE)
+
+
+# ----------------------------------------------------------------------------------------------------- addresses
+
+
+@triton.jit
+def tile_at(pointer, row, stride, column):
+    """``pointer`` [·] moved to (row, column), in 64 bits.
+
+    What is left to add within a tile fits in 32 bits, which costs one instruction a row; `triton_fused` checks sizes.
+    """
+    return pointer + (row.to(tl.int64) * stride + column)
+
+
+@triton.jit
+def load_words(x, rows, words, num_rows, num_words, units, EVEN: tl.constexpr):
+    """Words [R, W] of a matrix whose rows are ``units`` of eight numbers apart; zeros past its edges, if it has any.
 
     Strides in units tell the compiler that every row starts at a multiple of 16 bytes.
     """
-    inside = (rows < num_rows)[:, None] & (words < num_words)[None, :]
-    return tl.load(x + rows[:, None] * (units * 4) + words[None, :], mask=inside, other=0)
+    at = x + (rows[:, None] * (units * 4) + words[None, :])
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(rows < num_rows)[:, None] & (words < num_words)[None, :], other=0)
+
+
+@triton.jit
+def store(at, value, rows, columns, num_rows, num_columns, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=(rows < num_rows)[:, None] & (columns < num_columns)[None, :])
 
 
 # ---------------------------------------------------------------------------------------------------- quantising
@@ -88,19 +127,17 @@ def _factors(
 ):
     """scale, and a product's factor in two parts: x / scale is fma(x, upper, x · lower), rounded once.
 
-    ``upper`` is below 1 / scale, so that ``lower`` is not negative and a product with it keeps -0.  ``qmax_inverse`` is
-    1 / qmax, rounded: with one correction it divides every BF16 number as IEEE division does.
+    The largest magnitude is compared as an integer, so that NaN stays the largest; inf becomes NaN in the correction.
+    ``qmax_inverse`` is 1 / qmax, rounded: with one correction it divides every BF16 number as IEEE division does.
+    ``upper`` is below 1 / scale whatever the hardware's reciprocal rounds to, so that ``lower`` is not negative and a
+    product with it keeps -0.
     """
     if NATIVE and DIVISION == 0 and not POWER_OF_TWO:
-        amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), amax_floor)
-        amax = tl.where(amax_bits < INF_BITS, amax, float("nan"))
+        amax = tl.maximum(amax_bits, amax_floor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         guess = amax * qmax_inverse
-        scale = tl.fma(tl.fma(guess, -qmax, amax), qmax_inverse, guess)
-        minus_scale = scale * -1.0
-        upper = reciprocal(scale)
-        below = (upper.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-        upper = tl.where(tl.fma(minus_scale, upper, 1.0) < 0, below, upper)
-        return scale, upper, tl.fma(minus_scale, upper, 1.0) * upper
+        scale = tl.fma(tl.fma(guess, qmax * -1.0, amax), qmax_inverse, guess)
+        upper = (reciprocal(scale).to(tl.int32, bitcast=True) - 2).to(tl.float32, bitcast=True)
+        return scale, upper, tl.fma(scale * -1.0, upper, 1.0) * upper
     else:
         scale, factor = _scale_and_factor(amax_bits, qmax, amax_floor, DIVISION, POWER_OF_TWO)
         return scale, factor, factor * 0
@@ -166,13 +203,8 @@ def _four_codes(a, b, c, d, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def store_row_codes(
+def row_codes(
     word,
-    rows,
-    words,
-    codes,
-    num_rows,
-    num_words,
     qmax,
     qmax_inverse,
     amax_floor,
@@ -181,10 +213,7 @@ def store_row_codes(
     SATURATES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Quantise words [R, 64], one group of features, along the features; returns the scales [R].
-
-    ``codes`` points at pairs of codes.
-    """
+    """Words [R, 64], R groups of features → pairs of codes [R, 64], scales [R]."""
     magnitudes = word & 0x7FFF7FFF
     if NATIVE:
         larger = tl.reduce(magnitudes, 1, _larger_halves)
@@ -195,9 +224,7 @@ def store_row_codes(
     s, u, v = scale[:, None], upper[:, None], lower[:, None]
     left = _quotient(low(word), s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE)
     right = _quotient(high(word), s, u, v, qmax, DIVISION, POWER_OF_TWO, SATURATES, NATIVE)
-    inside = (rows < num_rows)[:, None] & (words < num_words)[None, :]
-    tl.store(codes + rows[:, None] * num_words + words[None, :], _two_codes(left, right, NATIVE), mask=inside)
-    return scale
+    return _two_codes(left, right, NATIVE), scale
 
 
 @triton.jit
@@ -209,16 +236,17 @@ def _store_token_codes_of(
     amax_bits,
     fourths,
     features,
-    token_group,
     codes_t,
     scales_t,
     num_tokens,
     num_features,
+    code_tokens,
     num_token_groups,
     qmax,
     qmax_inverse,
     amax_floor,
     WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     DIVISION: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SATURATES: tl.constexpr,
@@ -236,16 +264,14 @@ def _store_token_codes_of(
     )
     code = tl.trans(code)
     if WHOLE:  # ``codes_t`` points at words, and rows are a multiple of 16 bytes long
-        row_words = num_tokens // 16 * 4
-        inside = (features < num_features)[:, None] & (fourths < row_words)[None, :]
-        tl.store(codes_t + features[:, None] * row_words + fourths[None, :], code, mask=inside)
+        at = codes_t + (features[:, None] * (code_tokens // 16 * 4) + fourths[None, :])
+        store(at, code, features, fourths * 4, num_features, num_tokens, EVEN)
     else:
         for i in tl.static_range(4):
             tokens = fourths * 4 + i
-            inside = (features < num_features)[:, None] & (tokens < num_tokens)[None, :]
-            at = features[:, None] * num_tokens + tokens[None, :]
-            tl.store(codes_t + at, (code >> (8 * i)).to(tl.uint8), mask=inside)
-    tl.store(scales_t + features * num_token_groups + token_group, scale, mask=features < num_features)
+            at = codes_t + (features[:, None] * code_tokens + tokens[None, :])
+            store(at, (code >> (8 * i)).to(tl.uint8), features, tokens, num_features, num_tokens, False)
+    tl.store(scales_t + features * num_token_groups, scale, mask=features < num_features)
 
 
 @triton.jit
@@ -256,16 +282,17 @@ def store_token_codes(
     w3,
     fourths,
     words,
-    token_group,
     codes_t,
     scales_t,
     num_tokens,
     num_words,
+    code_tokens,
     num_token_groups,
     qmax,
     qmax_inverse,
     amax_floor,
     WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     DIVISION: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SATURATES: tl.constexpr,
@@ -273,7 +300,8 @@ def store_token_codes(
 ):
     """Quantise four tensors of words, together one group of tokens, along the tokens; codes stored [C, T].
 
-    ``fourths`` [R] are a quarter of the tokens of w0.
+    ``fourths`` [R] are a quarter of the tokens of w0; ``codes_t`` points at the tile, whose rows are ``code_tokens``
+    apart.
     """
     m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
     if NATIVE:
@@ -284,12 +312,12 @@ def store_token_codes(
         right = tl.maximum(tl.maximum(m0 & -65536, m1 & -65536), tl.maximum(m2 & -65536, m3 & -65536))
         amax_left, amax_right = tl.max(left, axis=0), tl.max(right, axis=0)
     _store_token_codes_of(
-        low(w0), low(w1), low(w2), low(w3), amax_left, fourths, words * 2, token_group, codes_t, scales_t,
-        num_tokens, num_words * 2, num_token_groups, qmax, qmax_inverse, amax_floor,
-        WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        low(w0), low(w1), low(w2), low(w3), amax_left, fourths, words * 2, codes_t, scales_t,
+        num_tokens, num_words * 2, code_tokens, num_token_groups, qmax, qmax_inverse, amax_floor,
+        WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip
     _store_token_codes_of(
-        high(w0), high(w1), high(w2), high(w3), amax_right, fourths, words * 2 + 1, token_group, codes_t, scales_t,
-        num_tokens, num_words * 2, num_token_groups, qmax, qmax_inverse, amax_floor,
-        WHOLE, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        high(w0), high(w1), high(w2), high(w3), amax_right, fourths, words * 2 + 1, codes_t, scales_t,
+        num_tokens, num_words * 2, code_tokens, num_token_groups, qmax, qmax_inverse, amax_floor,
+        WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip

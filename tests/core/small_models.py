@@ -129,7 +129,7 @@ def one_step(
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=ids, use_cache=False, **inputs).logits
     logprobs = logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    weight = torch.linspace(-1, 1, logprobs.shape[1])
+    weight = torch.linspace(-1, 1, logprobs.shape[1], device=logits.device)
     if real is not None:
         weight = weight * (real[:, 1:] & real[:, :-1])
     (logprobs * weight).sum().backward()

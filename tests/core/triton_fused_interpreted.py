@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import reference, triton_fused, triton_rows
+from jetgraph.lowering import reference, triton_fused, triton_rows, triton_transpose
+from jetgraph.lowering.triton_fused import Tile
 
 JET = (448.0, 1e-12, "div", False)
 RULES = [(448.0, 1e-4, d, p) for d, p in [("div", False), ("mul1/s", False), ("mulq/a", False), ("div", True)]] + [
@@ -71,6 +72,13 @@ def test_both_ways_of_any_view(shape):
     assert_same(triton_fused.quantize_tokens(x, 128, *JET, **LOW), both(x)[2:])
 
 
+def test_a_program_that_walks_over_tiles_and_two_for_one_tile():
+    x = numbers(258, 144)
+    walking = Tile(128, 4, stages=3, programs=2)  # two programs, six tiles
+    for tile in (walking, Tile(128, 4, split=True)):
+        assert_same(triton_fused.quantize_rows_and_tokens(x, 128, *JET, tile=tile, **LOW), both(x))
+
+
 @pytest.mark.parametrize("shape", FEW, ids=str)
 @pytest.mark.parametrize("tokens", [False, True])
 def test_gated_activation(shape, tokens):
@@ -91,7 +99,8 @@ def test_gradients_of_a_gated_activation(shape):
     wide = gate.double()
     inner = (wide * (1.0 - sigmoid).double() + 1.0).float()  # one rounding, as fma has: exact in float64 before it
     d_gate = ((dy * up).float() * sigmoid * inner).bfloat16()
-    got = triton_fused.silu_mul_backward_quantize(dy, gate, up, 128, *JET, **LOW)
+    got = triton_fused.silu_mul_backward_quantize(dy, gate, up, 128, *JET, tile=Tile(), **LOW)
+    assert_same(triton_fused.silu_mul_backward_quantize(dy, gate, up, 128, *JET, tile=Tile(split=True), **LOW), got)
     d_up = dy * silu.bfloat16()
     assert_same(got[4:], both(d_up))
     # the interpreter's fma rounds twice, so a code in thousands may be another; scales follow
@@ -121,18 +130,33 @@ def test_norm(shape, tokens, added):
         assert_same(codes[2:], both(y)[2:])
 
 
+@pytest.mark.parametrize("tile", [Tile(rows=0), Tile(rows=32), Tile(rows=64, split=True)], ids=str)
+def test_norms_of_several_blocks_of_tokens(tile):
+    """130 tokens are two blocks, the last one ragged; 528 features are pieces of 512 and 256."""
+    x, residual, weight = numbers(130, 528), numbers(130, 528, seed=1), numbers(528, seed=2)
+    s, r, *codes = triton_fused.rms_norm_quantize(x, residual, weight, 1e-6, True, True, 128, *JET, tile=tile, **LOW)
+    assert_same([s], [x + residual])
+    mean = written_out((x + residual).float().square())[:, None]
+    exact = 1 / (mean.double() + torch.tensor(1e-6)).sqrt()
+    assert ((r.double() - exact).abs() <= 2.0**-23 * exact).all()
+    assert_same(codes, both(weight * ((x + residual).float() * r).bfloat16()))
+
+
 def written_out(x: Tensor) -> Tensor:
-    """The order that `triton_rows` promises, in plain torch."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
-    lanes = torch.zeros_like(padded[:, 0])
-    for i in range(padded.shape[1]):
-        lanes = lanes + padded[:, i]
+    """The order that `triton_rows` promises, in plain torch: pieces, halves, lanes, neighbours."""
+    x, lanes, length = torch.nn.functional.pad(x, (0, -x.shape[1] % 256)), torch.zeros(len(x), 256), x.shape[1]
+    while x.shape[1]:
+        longest = min(8192, 256 << ((x.shape[1] // 256).bit_length() - 1))
+        piece, x = x[:, :longest], x[:, longest:]
+        while piece.shape[1] > 256:
+            piece = piece[:, : piece.shape[1] // 2] + piece[:, piece.shape[1] // 2 :]
+        lanes = lanes + piece
     while lanes.shape[1] > 1:
         lanes = lanes[:, 0::2] + lanes[:, 1::2]
-    return lanes[:, 0] / torch.full_like(lanes[:, 0], x.shape[1])
+    return lanes[:, 0] / torch.full_like(lanes[:, 0], length)
 
 
-@pytest.mark.parametrize("length", [1, 100, 576, 4096])
+@pytest.mark.parametrize("length", [1, 100, 576, 2880, 4096, 20000])
 def test_row_means_add_in_the_order_that_is_written(length):
     x = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
     assert_same([triton_rows.row_mean(x)], [written_out(x)])
@@ -148,6 +172,25 @@ def test_a_fused_norm_takes_the_mean_of_row_mean(added):
     )[1]
     square = ((x + residual) if added else x).float().square()
     assert_same([r[:, 0]], [torch.from_numpy(1 / np.sqrt(written_out(square).numpy()))])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (144, 272), (128, 128), (1, 1), (130, 70), (65, 129), (1, 300), (300, 1)])
+def test_transposed_codes(shape):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    memory = torch.zeros(shape[0] + 2, shape[1] + 32, dtype=torch.uint8)
+    memory[1:-1, 16:-16] = codes
+    for given in (codes, memory[1:-1, 16:-16]):
+        got = triton_transpose.transpose_codes(given.view(torch.float8_e4m3fn))
+        assert got.is_contiguous()
+        assert got.dtype is torch.float8_e4m3fn
+        assert torch.equal(got.view(torch.uint8), codes.t())
+
+
+def test_what_cannot_be_transposed():
+    for given in (torch.zeros(4, 4), torch.zeros(4, 6, dtype=torch.uint8).t(), torch.zeros(4, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="expected a matrix of bytes, rows dense"):
+            triton_transpose.transpose_codes(given)
+    assert triton_transpose.transpose_codes(torch.zeros(0, 5, dtype=torch.uint8)).shape == (5, 0)
 
 
 def test_nothing_to_do():

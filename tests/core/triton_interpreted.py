@@ -51,8 +51,6 @@ def test_tokens():
     x = random(130, 200)
     expected = reference.quantize(x.t(), 1, 128, *JET)
     assert_same(triton_quantize.quantize_tokens(x, 128, *JET, **WIDE), expected)
-    both = triton_quantize.quantize_rows_and_tokens(x, 128, *JET, parts=(64, 32, 1), native=False)
-    assert_same(both, (*reference.quantize(x, 1, 128, *JET), *expected))
 
 
 def test_requantised_tokens():
@@ -67,9 +65,6 @@ def test_requantised_tokens():
 def test_nothing_to_do():
     x = random(0, 200)
     assert_same(triton_quantize.quantize(x, 1, 128, *JET), reference.quantize(x, 1, 128, *JET))
-    assert [t.shape for t in triton_quantize.quantize_rows_and_tokens(x, 128, *JET)] == [
-        (0, 200), (0, 2), (200, 0), (200, 0),
-    ]  # fmt: skip
 
 
 def test_non_finite_groups():  # [N5]

@@ -64,3 +64,29 @@ def test_paged_cache_returns_what_was_written() -> None:
         k, v = paged_cache.read_sequence(cache, tables[i], length, size)
         assert torch.equal(k[0].transpose(0, 1), keys[i])
         assert torch.equal(v[0].transpose(0, 1), values[i])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((5, 3, 16, 128), None), ((2, 5, 16, 3, 64), 0), ((5, 2, 16, 3, 64), 1)], ids=str
+)
+def test_keys_and_values_of_every_layout(shape: tuple[int, ...], axis: int | None) -> None:
+    def cache_shape(blocks: int, block_size: int, heads: int, size: int) -> tuple[int, ...]:
+        names = {5: blocks, 16: block_size, 3: heads, 64: size, 128: 2 * size, 2: 2}
+        return tuple(names[n] for n in shape)
+
+    assert paged_cache.pair_axis(cache_shape) == axis
+    cache = bf16(*shape)
+    key, value = paged_cache.keys_and_values(cache, 64, axis)
+    assert key.shape == value.shape == (5, 16, 3, 64)
+    key[4, 15, 2, 63], value[0, 1, 2, 3] = 11.0, 12.0
+    places = {
+        None: ((4, 2, 15, 63), (0, 2, 1, 64 + 3)),
+        0: ((0, 4, 15, 2, 63), (1, 0, 1, 2, 3)),
+        1: ((4, 0, 15, 2, 63), (0, 1, 1, 2, 3)),
+    }[axis]
+    assert [cache[place].item() for place in places] == [11.0, 12.0]
+
+
+def test_another_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \[5, 16, 384\] for 5 blocks of 16 tokens"):
+        paged_cache.pair_axis(lambda blocks, block_size, heads, size: (blocks, block_size, heads * 2 * size))

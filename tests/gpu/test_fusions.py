@@ -5,18 +5,22 @@ The unfused side is `lowering.fused_reference`: ATen's operators and our quantis
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
 import jetgraph
-from jetgraph.lowering import fused_ops, fused_reference, registry  # noqa: F401  (registers the operators)
+from jetgraph.lowering import fused_ops, fused_reference, reference, registry  # noqa: F401  (registers the operators)
 from jetgraph.lowering.provider import Fused
-from jetgraph.lowering.triton_fused_provider import TritonFused, exercises, silu_divides
+from jetgraph.lowering.triton_fused_provider import TritonFused, exercises, silu_way
 from tests.core.small_models import one_step, random_ids, random_model
 
 triton_fused = pytest.importorskip("jetgraph.lowering.triton_fused", reason="needs triton")
-from jetgraph.lowering import triton_rows, triton_silu  # noqa: E402  (they import triton)
+from jetgraph.lowering import triton_rows, triton_silu, triton_transpose  # noqa: E402  (they import triton)
+from jetgraph.lowering.triton_fused import Tile  # noqa: E402
+from jetgraph.lowering.triton_provider import words_refusal  # noqa: E402
 
 JET = (448.0, 1e-12, "div", False)
 RULES = [
@@ -58,8 +62,8 @@ def check_all(x, residual, gate, up, dy, weight, rule=JET) -> None:
     for tokens in (False, True):
         check("rms_norm_quantize", x, None, weight, 1e-6, True, tokens, 128, *rule)
         check("rms_norm_quantize", x, residual, weight, 1e-6, True, tokens, 128, *rule)
-        check("silu_mul_quantize", gate, up, tokens, 128, *rule, divides=silu_divides(DEVICE))
-    check("silu_mul_backward_quantize", dy, gate, up, 128, *rule, divides=silu_divides(DEVICE))
+        check("silu_mul_quantize", gate, up, tokens, 128, *rule, way=silu_way(DEVICE)[0])
+    check("silu_mul_backward_quantize", dy, gate, up, 128, *rule, way=silu_way(DEVICE)[0])
 
 
 def inputs(*shape: int) -> list[Tensor]:
@@ -74,9 +78,36 @@ def test_the_provider_is_usable_and_chosen():
 
 
 def test_silu_of_every_bf16_number():
-    """By IEEE division it must be ATen's; by products it should, and the self-test decides (`silu_divides`)."""
-    assert triton_silu.differing_inputs(DEVICE, divides=True) == 0
-    assert triton_silu.differing_inputs(DEVICE, divides=silu_divides(DEVICE)) == 0
+    """By IEEE division it must be ATen's, and by products; a shorter way may miss a number, and is not taken then."""
+    for way in range(triton_silu.PRODUCTS.value, len(triton_silu.WAYS)):
+        assert triton_silu.differing_inputs(DEVICE, way) == ""
+    assert triton_silu.differing_inputs(DEVICE, silu_way(DEVICE)[0]) == ""
+
+
+def test_a_shorter_silu_misses_three_numbers_at_most():
+    for way in range(triton_silu.PRODUCTS.value):
+        found = triton_silu.differing_inputs(DEVICE, way)
+        assert not found or re.match(r"silu of [123] of 65,536 BF16 numbers", found), found
+
+
+def test_tokens_on_words_are_the_references():  # [Q3]
+    assert words_refusal(DEVICE) == ""
+    x = numbers(391, 1408)
+    expected = tuple(t.to(DEVICE) for t in reference.quantize(x.cpu().t(), 1, 128, *JET))
+    assert_same(triton_fused.quantize_tokens(x, 128, *JET), expected)
+    assert_same(ops.quantize_tokens(x, 128, *JET), expected)
+    assert_same(ops.quantize_tokens(x[:, 1:], 128, *JET), tuple(t[1:].contiguous() for t in expected))  # 2 bytes off
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (144, 272), (4096, 12288), (576, 1536), (130, 70), (1000, 49)])
+def test_transposed_codes(shape):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    memory = torch.zeros(shape[0] + 2, shape[1] + 48, dtype=torch.uint8, device=DEVICE)
+    memory[1:-1, 16:-32] = codes
+    for given in (codes, memory[1:-1, 16:-32]):
+        got = triton_transpose.transpose_codes(given.view(torch.float8_e4m3fn))
+        assert got.is_contiguous()
+        assert torch.equal(got.view(torch.uint8), codes.t())
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -107,7 +138,7 @@ def test_batches_and_views_with_poisoned_tails():  # [A1, K14]
     check("quantize_rows_and_tokens", odd, 128, *JET)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-8, 1e4, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e-19, 1e-8, 1e4, 1e30])
 def test_sizes_from_one_end_to_the_other(size):
     check_all(*((t.float() * size).bfloat16() for t in inputs(130, 576)))
 
@@ -144,24 +175,51 @@ def test_row_means_do_not_depend_on_rows_alignment_or_warps(length):  # [N15]
         assert torch.equal(triton_rows.row_mean(x[:count]), whole[:count])
     shifted = torch.empty(257 * length + 1, device=DEVICE)[1:].view(257, length).copy_(x)
     assert torch.equal(triton_rows.row_mean(shifted), whole)
-    padded = torch.nn.functional.pad(x, (0, -length % 128)).unflatten(1, (-1, 128))
-    lanes = torch.zeros_like(padded[:, 0])
-    for i in range(padded.shape[1]):
-        lanes = lanes + padded[:, i]
+    rest, lanes = torch.nn.functional.pad(x, (0, -length % 256)), torch.zeros(257, 256, device=DEVICE)
+    for size in triton_rows.pieces(length):
+        piece, rest = rest[:, :size], rest[:, size:]
+        while piece.shape[1] > 256:
+            piece = piece[:, : piece.shape[1] // 2] + piece[:, piece.shape[1] // 2 :]
+        lanes = lanes + piece
+    assert not rest.numel()
     while lanes.shape[1] > 1:
         lanes = lanes[:, 0::2] + lanes[:, 1::2]
     assert torch.equal(lanes[:, 0] / torch.full_like(lanes[:, 0], length), whole)
 
 
-@pytest.mark.parametrize("warps", [2, 4, 8, 16])
+@pytest.mark.parametrize("warps", [4, 8, 16])
 def test_tiles_and_warps_change_no_bit(warps):
-    x, residual, gate, up, dy, weight = inputs(259, 1408)
+    x, residual, gate, up, dy, weight = inputs(384, 1408)
     for height in (16, 32, 64, 128):
-        tile = triton_fused.Tile(height, warps)
+        tile = Tile(height, warps)
         for tokens in (False, True):
             check("silu_mul_quantize", gate, up, tokens, 128, *JET, tile=tile)
-    check("rms_norm_quantize", x, residual, weight, 1e-6, True, True, 128, *JET, tile=triton_fused.Tile(128, warps))
-    check("silu_mul_backward_quantize", dy, gate, up, 128, *JET, tile=triton_fused.Tile(128, warps))
+    for rows, split in ((0, False), (warps, False), (2 * warps, False), (warps, True), (0, True)):
+        tile = Tile(128, warps, rows=rows, split=split)
+        for added in (None, residual):
+            check("rms_norm_quantize", x, added, weight, 1e-6, True, True, 128, *JET, tile=tile)
+    for tile in (Tile(128, warps), Tile(128, warps, split=True), Tile(128, warps, registers=128, split=True)):
+        check("silu_mul_backward_quantize", dy, gate, up, 128, *JET, tile=tile)
+    check("quantize_rows_and_tokens", x, 128, *JET, tile=Tile(128, warps, split=True))
+    for stages in (2, 3):
+        check("quantize_rows_and_tokens", x, 128, *JET, tile=Tile(128, warps, stages=stages, programs=1))
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(1, 2), Tile(2, 2), Tile(1, 4), Tile(1, 1, registers=128)], ids=str)
+def test_rows_of_a_norm_change_no_bit(tile):
+    for features in (576, 2880, 4096, 5120, 12288):
+        x, residual, *_, weight = inputs(131, features)
+        for added in (None, residual):
+            check("rms_norm_quantize", x, added, weight, 1e-6, True, False, 128, *JET, tile=tile)
+
+
+def test_norms_and_their_tiles_in_one_launch_many_times():
+    """The tiles wait for the norms of their tokens, while hundreds of programs run: 16,384 tokens, twenty times."""
+    x, residual, *_, weight = inputs(16_384, 1024)
+    expected = triton_fused.rms_norm_quantize(x, residual, weight, 1e-6, True, True, 128, *JET, tile=Tile(rows=0))
+    for _ in range(20):
+        got = triton_fused.rms_norm_quantize(x, residual, weight, 1e-6, True, True, 128, *JET, tile=Tile(rows=8))
+        assert_same(got, expected)
 
 
 def test_offsets_past_two_to_the_thirty_one():  # [K9]

@@ -15,6 +15,7 @@ from torch import Tensor
 from jetgraph.lowering import reference
 
 triton_quantize = pytest.importorskip("jetgraph.lowering.triton_quantize", reason="needs triton")
+from jetgraph.lowering import triton_fused  # noqa: E402  (it imports triton)
 
 DEVICE = "cuda"
 RULES = [
@@ -54,8 +55,9 @@ def test_every_scale_rule_gives_the_reference_bytes(rule):  # [Q3, N3, Q8]
     for rows, cols in BLOCKS:
         assert_same(triton_quantize.quantize(x.to(DEVICE), rows, cols, *rule), reference.quantize(x, rows, cols, *rule))
     tokens = reference.quantize(x.t(), 1, 128, *rule)
-    assert_same(triton_quantize.quantize_tokens(x.to(DEVICE), 128, *rule), tokens)
-    both = triton_quantize.quantize_rows_and_tokens(x.to(DEVICE), 128, *rule)
+    for kernels in (triton_quantize, triton_fused):
+        assert_same(kernels.quantize_tokens(x.to(DEVICE), 128, *rule), tokens)
+    both = triton_fused.quantize_rows_and_tokens(x.to(DEVICE), 128, *rule)
     assert_same(both, (*reference.quantize(x, 1, 128, *rule), *tokens))
 
 
@@ -128,7 +130,7 @@ def test_odd_geometry(tokens, features):  # [K7, K16, P9]
     x = random(tokens, features)
     for rows, cols in BLOCKS:
         assert_same(triton_quantize.quantize(x.to(DEVICE), rows, cols, *JET), reference.quantize(x, rows, cols, *JET))
-    both = triton_quantize.quantize_rows_and_tokens(x.to(DEVICE), 128, *JET)
+    both = triton_fused.quantize_rows_and_tokens(x.to(DEVICE), 128, *JET)
     assert_same(both, (*reference.quantize(x, 1, 128, *JET), *reference.quantize(x.t(), 1, 128, *JET)))
     assert (torch.ones(3, device=DEVICE) + 1).sum().item() == 6  # no sticky error
 
@@ -172,7 +174,7 @@ def test_offsets_past_two_to_the_thirty_one():  # [K9, N15 b]
     """524,418 x 4096 numbers: the last rows lie beyond 2^31, in x, in the codes and in the transposed codes."""
     x = torch.randn(524_288 + 130, 4096, device=DEVICE, dtype=torch.bfloat16)
     tail = x[-130:].cpu()
-    codes, scales, codes_t, scales_t = triton_quantize.quantize_rows_and_tokens(x, 128, *JET)
+    codes, scales, codes_t, scales_t = triton_fused.quantize_rows_and_tokens(x, 128, *JET)
     expected = reference.quantize(tail, 1, 128, *JET)
     assert_same((codes[-130:], scales[-130:]), expected)
     last = reference.quantize(tail[-2:].t(), 1, 128, *JET)

@@ -71,7 +71,7 @@ def find(y: Node) -> Norm | None:
         if weight.meta["val"].ndim != 1 or not is_rounding(normed) or not is_call(normed.args[0], aten.mul.Tensor):
             continue
         for wide, r in either_order(normed.args[0]):  # type: ignore[arg-type]
-            shift = _mean_and_eps(wide, r)
+            shift = mean_and_eps(wide, r)
             if shift is None:
                 continue
             mean, eps = shift
@@ -85,7 +85,7 @@ def find(y: Node) -> Norm | None:
     return None
 
 
-def _mean_and_eps(wide: Node, r: Node) -> tuple[Node, float] | None:
+def mean_and_eps(wide: Node, r: Node) -> tuple[Node, float] | None:
     """The mean and eps if r = rsqrt(mean(wide²) + eps) over the last axis, else None."""
     if not is_call(wide, aten._to_copy.default) or wide.args[0].meta["val"].dtype is not torch.bfloat16:  # type: ignore[union-attr]
         return None
