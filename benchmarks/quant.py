@@ -34,29 +34,22 @@ SWEEP: dict[str, list[Tile]] = {
     "fused both": [
         *(Tile(128, 4, registers) for registers in (0, 128)),
         *(Tile(128, 8, registers) for registers in (0, 80)),
-        *(Tile(128, 8, 128, stages, 2) for stages in (2, 3)),
-        *(Tile(128, warps, split=True) for warps in (2, 4, 8)), Tile(128, 16),
     ],
     "fused 128x1": [*(Tile(128, warps) for warps in (2, 4, 8)), Tile(128, 4, 96)],
     "norm → 1x128": [Tile(1, 1), Tile(1, 1, 128), Tile(1, 1, 96), Tile(1, 2), Tile(2, 2)],
-    "norm → both": [
-        *(Tile(128, 8, rows=rows) for rows in (0, 8, 16)), Tile(128, 8, 80, rows=8),
-        *(Tile(128, 4, rows=rows) for rows in (0, 4, 8)), Tile(128, 16, rows=16), Tile(128, 4, rows=0, split=True),
-        *(Tile(128, warps, rows=warps, split=True) for warps in (4, 8)),
-    ],
     "silu·up → 1x128": [
         Tile(height, warps) for height, warps in ((16, 2), (16, 4), (32, 4), (32, 8), (64, 4), (64, 8))
     ],
     "silu·up → both": [
         *(Tile(128, 8, registers) for registers in (0, 80)), *(Tile(128, 4, registers) for registers in (0, 128)),
-        Tile(128, 16), Tile(128, 8, 128, 2, 2), *(Tile(128, warps, split=True) for warps in (4, 8)),
+        Tile(128, 16),
     ],
     "silu·up backward → both, twice": [
-        *(Tile(128, 8, registers, split=True) for registers in (0, 80)), Tile(128, 4, 168, split=True),
-        Tile(128, 16, split=True), *(Tile(128, 8, registers) for registers in (0, 128)),
+        *(Tile(128, 8, registers) for registers in (0, 80)), Tile(128, 4, 168), Tile(128, 16),
+        *(Tile(128, 8, registers, split=False) for registers in (0, 128)),
     ],
 }  # fmt: skip
-SWEEP |= {f"residual, {name}": SWEEP[name] for name in ("norm → 1x128", "norm → both")}
+SWEEP["residual, norm → 1x128"] = SWEEP["norm → 1x128"]
 
 
 def fused_kernels(tokens: int, features: int) -> dict[str, tuple[float, Callable[..., object]]]:

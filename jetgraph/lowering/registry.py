@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import fused_reference, reference
+from jetgraph.lowering import fused_reference, probe_cache, reference
 from jetgraph.lowering.cublaslt import CublasLt
 from jetgraph.lowering.deep_gemm import DeepGemm
 from jetgraph.lowering.provider import (
@@ -105,14 +105,14 @@ def this_device() -> torch.device:
 
 @cache
 def probe(name: str, device: torch.device) -> Finding:
-    """What provider ``name`` found on ``device``; runs its self-test the first time."""
-    return PROVIDERS[name].probe(device)
+    """What provider ``name`` found on ``device``; runs its self-test the first time, a slow one once a machine."""
+    return probe_cache.probe(PROVIDERS[name], device)
 
 
 def findings(device: torch.device | None = None) -> list[tuple[str, str]]:
-    """(provider, one line) for each provider, on this machine's device: usable or refused, why, versions, value."""
+    """(provider, one line) for each provider, tested now: usable or refused, why, versions, value of the self-test."""
     device = device or this_device()
-    return [(name, str(probe(name, device))) for name in PROVIDERS]
+    return [(name, str(probe_cache.probe(p, device, fresh=True))) for name, p in PROVIDERS.items()]
 
 
 def refusal(name: str, request: Request, device: torch.device) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jetgraph.lowering.triton_fused_kernels import NORM, PLAIN, SILU_MUL, silu_mul_backward_kernel, tile_kernel
 from jetgraph.lowering.triton_fused_provider import LIMIT
-from jetgraph.lowering.triton_norm_kernels import norm_kernel, norm_sums_kernel, norm_tiles_kernel
+from jetgraph.lowering.triton_norm_kernels import inverse_rms_kernel, norm_kernel
 from jetgraph.lowering.triton_quantize import LEAST_SCALE, _empty, _rule_arguments
 from jetgraph.lowering.triton_rows import pieces
 from jetgraph.lowering.triton_silu import DIVISION
@@ -27,8 +27,6 @@ from jetgraph.lowering.triton_words import GROUP
 
 UNIT = 8
 """Numbers in 16 bytes of BF16."""
-STARTED = 512
-"""Programs that run at a time on an H200, roughly: so many lie between a norm and the tiles that need it."""
 
 
 class Tile(NamedTuple):
@@ -39,22 +37,16 @@ class Tile(NamedTuple):
     warps: int = 8
     registers: int = 0
     """At most, of a thread; 0 lets the compiler choose."""
-    stages: int = 0
-    """Tiles that are being loaded while a program works on another one; 0 gives each tile a program."""
-    programs: int = 2
-    """Of a multiprocessor, with stages."""
-    rows: int = 8
-    """That a program norms before their tiles are quantised; 0 does that in a launch of its own."""
-    split: bool = False
-    """Two programs for a tile: one along the features and one along the tokens, or one for each of two gradients."""
+    split: bool = True
+    """Of two gradients, one a program, or both."""
 
     def options(self) -> dict:
         return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 BOTH_TILE, TOKENS_TILE = Tile(128, 4), Tile(128, 4)
-SILU_ROWS_TILE, SILU_TILE, BACKWARD_TILE = Tile(32, 4), Tile(128, 8), Tile(128, 8, split=True)
-NORM_ROWS_TILE, NORM_TILE = Tile(1, 1), Tile(128, 8)
+SILU_ROWS_TILE, SILU_TILE, BACKWARD_TILE = Tile(32, 4), Tile(128, 8), Tile(128, 8)
+NORM_TILE = Tile(1, 1)
 
 
 def in_place(x: Tensor) -> bool:
@@ -112,20 +104,11 @@ def _quantize_tiles(
     height = GROUP if tokens else tile.tokens
     edges = _edges(num_rows, num_features, height)
     programs = triton.cdiv(num_rows, height) * triton.cdiv(num_features, GROUP)
-    split = tile.split and rows and tokens
-    if split:
-        programs *= 2
-    elif tile.stages:
-        programs = min(programs, tile.programs * _multiprocessors(a.device))
     tile_kernel[(programs,)](
         a_words, b_words, r, *_stored(out, edges["WHOLE"]), num_rows, num_features // UNIT, a_units, b_units,
-        SOURCE=source.value, ROWS=rows, TOKENS=tokens, FOURTH=height // 4, STAGES=0 if split else tile.stages,
-        SPLIT=split, WAY=way if native else DIVISION.value, **edges, **tile.options(), **_arguments(rule, native),
+        SOURCE=source.value, ROWS=rows, TOKENS=tokens, FOURTH=height // 4, WAY=way if native else DIVISION.value,
+        **edges, **tile.options(), **_arguments(rule, native),
     )  # fmt: skip
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def quantize_rows_and_tokens(x: Tensor, group: int, *rule, tile: Tile = BOTH_TILE, native: bool = True) -> Codes:
@@ -202,16 +185,16 @@ def inverse_rms(x: Tensor, eps: float, own_mean: bool, *, native: bool = True) -
         (words, units), cut = _words(flat), pieces(num_features)
         height = 1 << max(2, min(5, (4096 // sum(cut)).bit_length() - 1))  # a few rows keep a program busy
         edges = _edges(num_rows, num_features, height, sum(cut))
-        norm_sums_kernel[(triton.cdiv(num_rows, height),)](
-            words, words, words, r, num_rows, num_features // UNIT, units, units, eps, RESIDUAL=False, ROWS=height,
-            EVEN=edges["EVEN"], PIECES=cut, NATIVE=native, num_warps=4, enable_fp_fusion=False,
+        inverse_rms_kernel[(triton.cdiv(num_rows, height),)](
+            words, r, num_rows, num_features // UNIT, units, eps, ROWS=height, PIECES=cut, EVEN=edges["EVEN"],
+            NATIVE=native, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return r
 
 
 def _rows_tile(length: int) -> Tile:
     """One row a program; as many warps as hold it in registers."""
-    return NORM_ROWS_TILE._replace(warps=min(8, max(1, triton.next_power_of_2(length) // 4096)))
+    return NORM_TILE._replace(warps=min(8, max(1, triton.next_power_of_2(length) // 4096)))
 
 
 def rms_norm_quantize(
@@ -228,8 +211,8 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, ...]:
     """`jetgraph::rms_norm_quantize` of x, residual [..., C] and weight [C], with `jetgraph::row_mean`'s mean.
 
-    Without codes along the tokens a row is read once.  With them r must be known for 128 tokens first, and the sums are
-    read again: from the cache if one launch does both.
+    A row is read once and quantised along the features.  Codes along the tokens need r of 128 tokens, so a second
+    launch reads the sums again: for 10 bytes of 8 it was faster than one launch whose tiles wait for their norms.
     """
     flat = x.reshape(-1, x.shape[-1])
     num_rows, num_features = flat.shape
@@ -243,36 +226,18 @@ def rms_norm_quantize(
     if not flat.numel():
         return (sums, r, *out)
     cut = pieces(num_features)
-    tile = tile or (NORM_TILE if tokens else _rows_tile(sum(cut)))
+    tile = tile or _rows_tile(sum(cut))
     (x_words, x_units), (weight_words, _) = _words(flat), _words(weight)
     other, other_units = (x_words, x_units) if residual is None else _words(residual)
     total = x_words if residual is None else sums.view(torch.int32)
     shape, units = (num_rows, num_features // UNIT), (x_units, other_units)
-    constants = {"RESIDUAL": residual is not None, "PIECES": cut}
-    rule_arguments = _arguments(rule, native)
-    if not tokens:
-        edges = _edges(num_rows, num_features, tile.tokens, sum(cut))
-        norm_kernel[(triton.cdiv(num_rows, tile.tokens),)](
-            x_words, other, weight_words, total, r, *_stored(out, False)[:2], *shape, *units, eps,
-            ROWS=tile.tokens, EVEN=edges["EVEN"], **constants, **tile.options(), **rule_arguments,
-        )  # fmt: skip
-    elif tile.rows:
-        edges = _edges(num_rows, num_features, GROUP, sum(cut))
-        blocks, tiles = triton.cdiv(num_rows, GROUP), triton.cdiv(num_features, GROUP)
-        turns = GROUP // tile.rows + tiles * (1 + tile.split)
-        lag = min(triton.cdiv(STARTED, turns), blocks)
-        ready = torch.zeros(blocks + 1, dtype=torch.int32, device=x.device)
-        norm_tiles_kernel[((blocks + lag) * turns,)](
-            x_words, other, weight_words, total, r, *_stored(out, edges["WHOLE"]), ready, *shape, *units, lag, eps,
-            ROWS=tile.rows, SPLIT=tile.split, FOURTH=GROUP // 4,
-            **edges, **constants, **tile.options(), **rule_arguments,
-        )  # fmt: skip
-    else:
-        edges = _edges(num_rows, num_features, 4, sum(cut))
-        norm_sums_kernel[(triton.cdiv(num_rows, 4),)](
-            x_words, other, total, r, *shape, *units, eps, ROWS=4, EVEN=edges["EVEN"], **constants,
-            NATIVE=rule_arguments["NATIVE"], num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    edges = _edges(num_rows, num_features, tile.tokens, sum(cut))
+    norm_kernel[(triton.cdiv(num_rows, tile.tokens),)](
+        x_words, other, weight_words, total, r, *_stored(out, False)[:2], *shape, *units, eps,
+        RESIDUAL=residual is not None, ROWS=tile.tokens, PIECES=cut, EVEN=edges["EVEN"],
+        **tile.options(), **_arguments(rule, native),
+    )  # fmt: skip
+    if tokens:
         quantized = flat if residual is None else sums.view(-1, num_features)
-        _quantize_tiles(NORM, quantized, weight, r, out, rule, tile, native)
+        _quantize_tiles(NORM, quantized, weight, r, out, rule, TOKENS_TILE, native, rows=False)
     return (sums, r, *out)

@@ -175,44 +175,19 @@ def tile_kernel(
     FOURTH: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
     WAY: tl.constexpr,
     DIVISION: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SATURATES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One tile a program.
-
-    With STAGES a program walks over many, and the next ones are loaded meanwhile.  With SPLIT one program quantises
-    along the features and the next one along the tokens: fewer registers, and the second to come reads from the cache.
-    """
     num_groups = tl.cdiv(units, 16)
-    if STAGES == 0:
-        place, turn = tl.program_id(0), 0
-        if SPLIT:
-            place, turn = place // 2, place % 2
-        if not SPLIT or turn == 0:
-            quantize_tile(
-                SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, place // num_groups, place % num_groups,
-                num_rows, units, a_units, b_units, b_units, qmax, qmax_inverse, amax_floor,
-                ROWS, TOKENS and not SPLIT, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-            )  # fmt: skip
-        else:
-            quantize_tile(
-                SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, place // num_groups, place % num_groups,
-                num_rows, units, a_units, b_units, b_units, qmax, qmax_inverse, amax_floor,
-                False, TOKENS, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-            )  # fmt: skip
-    else:
-        num_tiles = tl.cdiv(num_rows, 4 * FOURTH) * num_groups
-        for place in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
-            quantize_tile(
-                SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, place // num_groups, place % num_groups,
-                num_rows, units, a_units, b_units, b_units, qmax, qmax_inverse, amax_floor,
-                ROWS, TOKENS, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-            )  # fmt: skip
+    tile_row, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
+    quantize_tile(
+        SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, tile_row, group, num_rows, units, a_units, b_units,
+        b_units, qmax, qmax_inverse, amax_floor, ROWS, TOKENS, FOURTH, WHOLE, EVEN, WAY,
+        DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])

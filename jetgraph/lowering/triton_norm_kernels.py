@@ -8,14 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetgraph.lowering.triton_fused_kernels import (
-    GROUP_WORDS,
-    NORM,
-    TOKENS_A_TILE,
-    neighbours,
-    normed,
-    quantize_tile,
-)
+from jetgraph.lowering.triton_fused_kernels import GROUP_WORDS, neighbours, normed
 from jetgraph.lowering.triton_rows import add_halves, add_neighbours, add_slabs, mean_of
 from jetgraph.lowering.triton_words import add, high, load_words, low, row_codes, store, tile_at
 
@@ -104,146 +97,34 @@ def norm_kernel(
         start += PIECES[i] // 2
 
 
-@triton.jit
-def _sum_rows(
+@triton.jit(do_not_specialize=["num_rows"])
+def inverse_rms_kernel(
     x,
-    residual,
-    sums,
     r_out,
-    row,
     num_rows,
     units,
     x_units,
-    residual_units,
     eps,
-    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """s = x + residual and r of ROWS rows, each within a warp however many warps there are."""
+    """r of ROWS rows, each within a warp however many warps there are."""
+    row = tl.program_id(0) * ROWS
     num_words = units * 4
-    x, residual = tile_at(x, row, x_units * 4, 0), tile_at(residual, row, residual_units * 4, 0)
-    sums = tile_at(sums, row, num_words, 0)
+    x = tile_at(x, row, x_units * 4, 0)
     rows, left = tl.arange(0, ROWS), num_rows - row
     first, second = tl.zeros((ROWS, SLAB), tl.float32), tl.zeros((ROWS, SLAB), tl.float32)
     start = 0
     for i in tl.static_range(len(PIECES)):
         lefts, rights = (), ()
         for slab in tl.static_range(PIECES[i] // 256):
-            word = _load_sum(
-                x, residual, sums, rows, neighbours(start + slab * SLAB, SLAB), left, num_words, x_units,
-                residual_units, RESIDUAL, EVEN, NATIVE,
-            )  # fmt: skip
+            words = neighbours(start + slab * SLAB, SLAB)
+            word = load_words(x, rows, words, left, num_words, x_units, EVEN)
             lefts = lefts + (low(word) * low(word),)
             rights = rights + (high(word) * high(word),)
         first += add_slabs(lefts, 0, PIECES[i] // 256, 1)
         second += add_slabs(rights, 0, PIECES[i] // 256, 1)
         start += PIECES[i] // 2
     tl.store(tile_at(r_out, row, 1, 0) + rows, _r_of(first, second, num_words, eps, ROWS), mask=rows < left)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def norm_sums_kernel(
-    x,
-    residual,
-    sums,
-    r_out,
-    num_rows,
-    units,
-    x_units,
-    residual_units,
-    eps,
-    RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    _sum_rows(
-        x, residual, sums, r_out, tl.program_id(0) * ROWS, num_rows, units, x_units, residual_units, eps,
-        RESIDUAL, ROWS, PIECES, EVEN, NATIVE,
-    )  # fmt: skip
-
-
-# --------------------------------------------------------------------------- norms whose tiles follow in one launch
-
-
-@triton.jit(do_not_specialize=["num_rows", "lag"])
-def norm_tiles_kernel(
-    x,
-    residual,
-    weight,
-    sums,
-    r,
-    codes,
-    scales,
-    codes_t,
-    scales_t,
-    ready,
-    num_rows,
-    units,
-    x_units,
-    residual_units,
-    lag,
-    eps,
-    qmax,
-    qmax_inverse,
-    amax_floor,
-    RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FOURTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    DIVISION: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SATURATES: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """s, r and the codes both ways.  A tile needs r of its 128 tokens, so some programs norm rows and others quantise.
-
-    ``lag`` blocks of 128 tokens lie between the two, few enough that a tile's sums are still in the L2.  A program
-    takes its turn when it starts (``ready``'s last number counts), and waits only for programs with earlier turns,
-    which never wait themselves: whatever order the hardware starts programs in, this ends.  ``ready`` [blocks + 1] is
-    zeros.
-    """
-    num_groups = tl.cdiv(units, 16)
-    num_blocks = tl.cdiv(num_rows, TOKENS_A_TILE)
-    NORMS: tl.constexpr = 128 // ROWS
-    TURNS: tl.constexpr = 2 if SPLIT else 1
-    turn = tl.atomic_add(ready + num_blocks, 1, sem="relaxed")
-    num_turns = NORMS + num_groups * TURNS
-    block, place = turn // num_turns, turn % num_turns
-    if place < NORMS:
-        if block < num_blocks:
-            _sum_rows(
-                x, residual, sums, r, block * TOKENS_A_TILE + place * ROWS, num_rows, units, x_units, residual_units,
-                eps, RESIDUAL, ROWS, PIECES, EVEN, NATIVE,
-            )  # fmt: skip
-            tl.debug_barrier()  # every thread has stored before one of them says so
-            tl.atomic_add(ready + block, 1, sem="release")
-    elif block >= lag:
-        block -= lag
-        done = tl.atomic_add(ready + block, 0, sem="acquire")
-        while done < NORMS:
-            done = tl.atomic_add(ready + block, 0, sem="acquire")
-        if RESIDUAL:
-            total, total_units = sums, units
-        else:
-            total, total_units = x, x_units
-        place -= NORMS
-        if not SPLIT or place % 2 == 0:
-            quantize_tile(
-                NORM, total, weight, weight, r, codes, scales, codes_t, scales_t, block, place // TURNS,
-                num_rows, units, total_units, 0, 0, qmax, qmax_inverse, amax_floor,
-                True, not SPLIT, FOURTH, WHOLE, EVEN, 0, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-            )  # fmt: skip
-        else:
-            quantize_tile(
-                NORM, total, weight, weight, r, codes, scales, codes_t, scales_t, block, place // TURNS,
-                num_rows, units, total_units, 0, 0, qmax, qmax_inverse, amax_floor,
-                False, True, FOURTH, WHOLE, EVEN, 0, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
-            )  # fmt: skip

@@ -140,7 +140,7 @@ def test_kernels_in_the_interpreter():
 
 
 RULE = {"DIVISION": 0, "POWER_OF_TWO": False, "SATURATES": True, "NATIVE": True}
-POINTERS = {"codes": "*i16", "codes_t": "*i32", "scales": "*fp32", "scales_t": "*fp32", "sums": "*i32", "ready": "*i32"}
+POINTERS = {"codes": "*i16", "codes_t": "*i32", "scales": "*fp32", "scales_t": "*fp32", "sums": "*i32"}
 NUMBERS = dict.fromkeys(("a", "b", "x", "residual", "weight", "dy", "gate", "up"), "*i32")
 NUMBERS |= {"r": "*fp32", "r_out": "*fp32"} | dict.fromkeys(("qmax", "qmax_inverse", "amax_floor", "eps"), "fp32")
 
@@ -171,14 +171,12 @@ def test_what_the_kernels_compile_to():  # [K9]
     from jetgraph.lowering import triton_norm_kernels as norms
 
     edges = {"FOURTH": 32, "WHOLE": True, "EVEN": True}
-    tile = {"ROWS": True, "TOKENS": True, "STAGES": 0, "SPLIT": False, "WAY": 0} | edges | RULE
+    tile = {"ROWS": True, "TOKENS": True, "WAY": 0} | edges | RULE
     norm = {"RESIDUAL": True, "PIECES": (4096, 1024), "EVEN": True} | RULE
     kernels = {
         "plain": (fused.tile_kernel, tile | {"SOURCE": 0}, 4),
-        "walking": (fused.tile_kernel, tile | {"SOURCE": 0, "STAGES": 2}, 8),
         "silu": (fused.tile_kernel, tile | {"SOURCE": 2, "WHOLE": False, "EVEN": False}, 8),
         "norm": (norms.norm_kernel, norm | {"ROWS": 1}, 1),
-        "norm and tiles": (norms.norm_tiles_kernel, norm | edges | {"ROWS": 8, "SPLIT": False}, 8),
         "gradients": (fused.silu_mul_backward_kernel, edges | {"WAY": 3, "SPLIT": True} | RULE, 8),
     }
     for name, (kernel, constants, warps) in kernels.items():

@@ -354,7 +354,7 @@ class Cache:
 
         starts = torch.tensor([0, *itertools.accumulate(map(len, rows))], dtype=torch.int32, device=DEVICE)
         lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        q = torch.cat((*rows, torch.full_like(rows[0][:1].expand(pad, -1, -1), float("nan"))))
+        q = torch.cat((*rows, rows[0].new_full((pad, *rows[0].shape[1:]), float("nan"))))
         arguments = self.key, self.value, self.table, lens, starts, scale
         return triton_attention.paged_attention(q, *arguments, **options)[0][: starts[-1]]
 

@@ -53,12 +53,13 @@ def assert_same(got, expected) -> None:
 
 def check(kernel: str, *arguments, **options) -> None:
     """Our kernel itself, not whom the registry would choose."""
-    got = getattr(triton_fused, kernel)(*arguments, **options)
-    assert_same(got, getattr(fused_reference, kernel)(*arguments))
+    got, expected = getattr(triton_fused, kernel)(*arguments, **options), getattr(fused_reference, kernel)(*arguments)
+    assert_same(*(([one] if isinstance(one, Tensor) else one) for one in (got, expected)))
 
 
 def check_all(x, residual, gate, up, dy, weight, rule=JET) -> None:
     check("quantize_rows_and_tokens", x.reshape(-1, x.shape[-1]), 128, *rule)
+    check("inverse_rms", x, 1e-6, True)
     for tokens in (False, True):
         check("rms_norm_quantize", x, None, weight, 1e-6, True, tokens, 128, *rule)
         check("rms_norm_quantize", x, residual, weight, 1e-6, True, tokens, 128, *rule)
@@ -189,20 +190,14 @@ def test_row_means_do_not_depend_on_rows_alignment_or_warps(length):  # [N15]
 
 @pytest.mark.parametrize("warps", [4, 8, 16])
 def test_tiles_and_warps_change_no_bit(warps):
-    x, residual, gate, up, dy, weight = inputs(384, 1408)
+    x, _, gate, up, dy, _ = inputs(384, 1408)
     for height in (16, 32, 64, 128):
         tile = Tile(height, warps)
         for tokens in (False, True):
             check("silu_mul_quantize", gate, up, tokens, 128, *JET, tile=tile)
-    for rows, split in ((0, False), (warps, False), (2 * warps, False), (warps, True), (0, True)):
-        tile = Tile(128, warps, rows=rows, split=split)
-        for added in (None, residual):
-            check("rms_norm_quantize", x, added, weight, 1e-6, True, True, 128, *JET, tile=tile)
-    for tile in (Tile(128, warps), Tile(128, warps, split=True), Tile(128, warps, registers=128, split=True)):
+    for tile in (Tile(128, warps), Tile(128, warps, split=False), Tile(128, warps, registers=128)):
         check("silu_mul_backward_quantize", dy, gate, up, 128, *JET, tile=tile)
-    check("quantize_rows_and_tokens", x, 128, *JET, tile=Tile(128, warps, split=True))
-    for stages in (2, 3):
-        check("quantize_rows_and_tokens", x, 128, *JET, tile=Tile(128, warps, stages=stages, programs=1))
+    check("quantize_rows_and_tokens", x, 128, *JET, tile=Tile(128, warps))
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(1, 2), Tile(2, 2), Tile(1, 4), Tile(1, 1, registers=128)], ids=str)
@@ -211,15 +206,6 @@ def test_rows_of_a_norm_change_no_bit(tile):
         x, residual, *_, weight = inputs(131, features)
         for added in (None, residual):
             check("rms_norm_quantize", x, added, weight, 1e-6, True, False, 128, *JET, tile=tile)
-
-
-def test_norms_and_their_tiles_in_one_launch_many_times():
-    """The tiles wait for the norms of their tokens, while hundreds of programs run: 16,384 tokens, twenty times."""
-    x, residual, *_, weight = inputs(16_384, 1024)
-    expected = triton_fused.rms_norm_quantize(x, residual, weight, 1e-6, True, True, 128, *JET, tile=Tile(rows=0))
-    for _ in range(20):
-        got = triton_fused.rms_norm_quantize(x, residual, weight, 1e-6, True, True, 128, *JET, tile=Tile(rows=8))
-        assert_same(got, expected)
 
 
 def test_offsets_past_two_to_the_thirty_one():  # [K9]
