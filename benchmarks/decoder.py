@@ -136,6 +136,7 @@ def make_arm(name: str, sizes: dict[str, int], layers: int, device: torch.device
     """
     print(f"{time.perf_counter():.0f} s: making {name}", file=sys.stderr, flush=True)
     torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # all arms' blocks share one code object, in two grad modes and sizes
     return ARMS[name](make_model(sizes, layers, device), compiler)
 
 

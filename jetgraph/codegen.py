@@ -89,14 +89,17 @@ class Execution:
 
     def _compare(self, args: list[Any]) -> Any:
         assert self._generated is not None
+        nodes = next(iter(self.graph.graph.find_nodes(op="output"))).args[0]
         with _disable_current_modes():
             expected = self.graph.forward(*args)
             results = self._generated(_taken(args))
-            different = [i for i, (e, r) in enumerate(zip(expected, results, strict=True)) if not same_bits(e, r)]
+            compared = zip(nodes, expected, results, strict=True)  # type: ignore[arg-type]
+            different = [str(n) for n, e, r in compared if not same_bits(e, r) and not _is_random_state(n)]
         if different:
-            nodes = next(iter(self.graph.graph.find_nodes(op="output"))).args[0]
-            names = ", ".join(str(nodes[i]) for i in different[:3])  # type: ignore[index]
-            self._generated, self.reason = None, f"Inductor's {names} differ in bits from the graph's"
+            self._generated, self.reason = (
+                None,
+                f"Inductor's {', '.join(different[:3])} differ in bits from the graph's",
+            )
             warnings.warn(f"a forward graph runs operator by operator: {self.reason}", stacklevel=2)
             return expected
         self.compared = True
@@ -131,6 +134,14 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
         options["pattern_matcher"] = False
     with config.patch(options):
         return compile_fx_inner(decomposed, inputs)  # type: ignore[return-value]
+
+
+def _is_random_state(node: Any) -> bool:
+    """A result of torch's attention beside the output and the log-sum-exp: seeds of a dropout of 0, other each time."""
+    if not isinstance(node, Node) or node.target is not operator.getitem:
+        return False
+    source, index = node.args
+    return source.target in CALLED and index > 1  # type: ignore[operator, union-attr]
 
 
 def _is_narrow(node: Node) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import jetgraph
-from jetgraph.codegen import Execution, inexact_calls, same_bits
+from jetgraph.codegen import Execution, _is_random_state, inexact_calls, same_bits
 from jetgraph.trainer import capture_step
 from jetgraph.verify import Verdict, verify
 from tests.core.small_models import one_step, random_ids, random_model
@@ -71,6 +73,20 @@ def test_a_forward_whose_bits_differ_runs_operator_by_operator(monkeypatch):
     assert execution.by == "fx"
     assert "differ in bits" in execution.reason
     assert all(map(same_bits, execution.run(list(inputs)), graph(*inputs)))
+
+
+def test_the_state_of_a_dropout_of_zero_is_no_result():
+    """torch's attention on a GPU returns its seeds too, which are others in every call."""
+    graph = torch.fx.Graph()
+    for target, index, random in (
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, 0, False),
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, 1, False),
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, 6, True),
+        (torch.ops.jetgraph.rms_norm_quantize.default, 4, False),
+    ):
+        node = graph.call_function(operator.getitem, (graph.call_function(target), index))
+        assert _is_random_state(node) is random
+    assert not _is_random_state(graph.placeholder("x"))
 
 
 @pytest.mark.parametrize(
