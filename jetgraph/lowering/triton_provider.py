@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, self_test
-from jetgraph.lowering.triton_fused_provider import GROUP, TEST_RULES, TEST_SHAPES, exercises, same_bits
+from jetgraph.lowering.triton_fused_provider import GROUP, TEST_CASES, exercises, same_bits
 from jetgraph.precision import E4M3_MAX, F32_TINY
 
 SIDES = (1, 16, 32, 64, 128)
@@ -82,12 +82,11 @@ def words_refusal(device: torch.device) -> str:
     if missing:
         return missing
     try:
-        for shape in TEST_SHAPES:
-            for rule in TEST_RULES:
-                x = exercises(*shape, rule, device)[0][1][0]
-                fast, plain = (k.quantize_tokens(x, GROUP, *rule) for k in (triton_fused, triton_quantize))
-                if not all(map(same_bits, fast, plain)):
-                    return f"it differs in bits, of {list(shape)} by {rule}"
+        for shape, rule in TEST_CASES:
+            x = exercises(*shape, rule, device)[0][1][0]
+            fast, plain = (k.quantize_tokens(x, GROUP, *rule) for k in (triton_fused, triton_quantize))
+            if not all(map(same_bits, fast, plain)):
+                return f"it differs in bits, of {list(shape)} by {rule}"
     except Exception as error:  # whatever a compiler throws at its first use; the plain one needs no more than before
         return f"it failed with {type(error).__name__}"
     return ""
