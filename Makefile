@@ -15,7 +15,7 @@ demo: setup
 test: check
 	$(BIN)/pytest -m "(slow or engine or model) and not gpu and not rl"
 
-# whole VeRL runs: admitted, killed, resumed, refused; 17 minutes on two busy cores
+# whole VeRL runs: admitted, killed, resumed, over two ranks, refused; four starts of up to nine minutes each on two busy cores
 test-rl: setup
 	$(BIN)/pytest -m rl
 

@@ -96,10 +96,8 @@ class Execution:
             compared = zip(nodes, expected, results, strict=True)  # type: ignore[arg-type]
             different = [str(n) for n, e, r in compared if not same_bits(e, r) and not _is_random_state(n)]
         if different:
-            self._generated, self.reason = (
-                None,
-                f"Inductor's {', '.join(different[:3])} differ in bits from the graph's",
-            )
+            names = ", ".join(different[:3])
+            self._generated, self.reason = None, f"Inductor's {names} differ in bits from the graph's"
             warnings.warn(f"a forward graph runs operator by operator: {self.reason}", stacklevel=2)
             return expected
         self.compared = True

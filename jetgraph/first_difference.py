@@ -27,10 +27,10 @@ from jetgraph.engines import get_engine
 from jetgraph.export import read_tensors
 from jetgraph.graph import PrecisionGraph
 from jetgraph.interpret import InterpretError, Quantized
+from jetgraph.mismatch import Difference
 from jetgraph.modes import Mode, demo_prompts, run_modes
 from jetgraph.modes import Side as ModeSide
 from jetgraph.pair import exported_folder
-from jetgraph.scoring import Mismatch
 from jetgraph.verify import Source, verify
 
 PROMPT_LENGTH = 53
@@ -50,7 +50,7 @@ class Findings:
     """What `jetgraph diverge` says; ``mismatch`` and ``recording`` are of a live engine."""
 
     comparison: Comparison
-    mismatch: Mismatch | None = None
+    mismatch: Difference | None = None
     recording: RecordingReport | None = None
 
     @property
@@ -73,10 +73,11 @@ class Findings:
         return "\n".join([*lines, comparison_text(self.comparison)])
 
     def to_plain(self) -> dict[str, Any]:
+        found = self.mismatch
         return {
             "jetgraph_diverge": 1,
             "exit_status": self.exit_status,
-            "mismatch": None if self.mismatch is None else asdict(self.mismatch),
+            "mismatch": None if found is None else asdict(found) | {"num_exact": found.num_exact},
             "live": None if self.recording is None else recording_json(self.recording),
             "graphs": comparison_json(self.comparison),
         }

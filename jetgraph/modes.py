@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetgraph.engines import EngineRun, RolloutPlan
+from jetgraph.mismatch import Difference
 from jetgraph.pair import TrainerRun, run_engine, run_trainer, verify_files
 from jetgraph.policy import get_policy
-from jetgraph.scoring import Mismatch
 from jetgraph.verify import Result
 
 QUESTIONS = (
@@ -65,7 +65,7 @@ THREE_MODES = (
 @dataclass(frozen=True)
 class ModeReport:
     mode: Mode
-    mismatch: Mismatch
+    mismatch: Difference
     result: Result
     train: Path
     infer: Path

@@ -18,8 +18,9 @@ from typing import Any
 
 from jetgraph.engines import EngineRun, RolloutPlan, get_engine
 from jetgraph.export import export_checkpoint
+from jetgraph.mismatch import Difference
 from jetgraph.policy import get_policy
-from jetgraph.scoring import Mismatch, Rollout
+from jetgraph.scoring import Rollout
 from jetgraph.verify import Result, Source, verify
 
 Say = Callable[[str], None]
@@ -40,7 +41,7 @@ class TrainerRun:
     compile_seconds: float
     num_compiles: int
     saved: dict[str, Any] = field(default_factory=dict)
-    mismatches: dict[str, Mismatch] = field(default_factory=dict)
+    mismatches: dict[str, Difference] = field(default_factory=dict)
     logprobs: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
@@ -92,7 +93,7 @@ def run_trainer(
             said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
             raise TrainerFailed(said[-1] if said else "the trainer failed; its last lines:\n" + "\n".join(lines))
         data = json.loads(results.read_text())
-    mismatches = {name: Mismatch(**values) for name, values in data["mismatches"].items()}
+    mismatches = {name: Difference(**values) for name, values in data["mismatches"].items()}
     return TrainerRun(graph, data["compile_seconds"], data["num_compiles"], data["saved"], mismatches, data["logprobs"])
 
 

@@ -1,7 +1,6 @@
 """Compare a rollout's own logprobs with those of training's forward on the same tokens.
 
-The numbers users know as train–inference mismatch: |Δlogprob| per token, its mean, its maximum, the fraction that is
-exactly 0, and the k3 estimate of the KL divergence.
+The statistics are those of `jetgraph.mismatch`; here is the trainer's half, one forward per distinct sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from jetgraph.mismatch import Difference, join, pair
 from jetgraph.sampling import Sampling, require_alike, sampled_logprobs
 
 
@@ -35,21 +35,6 @@ class Rollout:
         return cls(**{**data, "sampling": Sampling.from_plain(data.get("sampling", {}))})
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """|Δlogprob| of the rollout's tokens against training's forward."""
-
-    num_tokens: int
-    num_exact: int
-    mean: float
-    max: float
-    k3: float
-
-    @property
-    def fraction_exact(self) -> float:
-        return self.num_exact / self.num_tokens if self.num_tokens else 0.0
-
-
 Scores = dict[tuple[tuple[int, ...], Sampling], tuple[list[float], list[float]]]
 """Trainer logprobs of ids[1:], raw and as sampled, by token ids: what several rollouts share is scored once."""
 
@@ -61,7 +46,7 @@ def mismatch(
     gradients: bool = True,
     scores: Scores | None = None,
     trainer: Sampling | None = None,
-) -> Mismatch:
+) -> Difference:
     """Score every token that has an engine logprob with one training forward per distinct sequence.
 
     Args:
@@ -72,27 +57,23 @@ def mismatch(
             reports.
 
     Raises:
-        ValueError: an engine logprob is positive or not finite.
+        ValueError: an engine logprob is positive or not finite, or there is none.
         UnlikeLogprobs: ``trainer`` is another distribution than a rollout reports (JG020).
     """
     scores = {} if scores is None else scores
     for rollout in rollouts if trainer is not None else ():
         require_alike(trainer, rollout.sampling)
-    pairs = [pair for rollout in rollouts for pair in _pairs(model, rollout, gradients, scores)]
-    for engine, _ in pairs:
-        if not engine <= 0.0 or math.isinf(engine):
-            raise ValueError(f"the engine returned a logprob of {engine}; expected a finite number ≤ 0")
-    differences = [abs(engine - trainer) for engine, trainer in pairs]
-    ratios = [trainer - engine for engine, trainer in pairs]
-    k3 = [math.exp(min(r, 50.0)) - 1 - r for r in ratios]
-    count = len(pairs)
-    return Mismatch(
-        count,
-        sum(d == 0.0 for d in differences),
-        sum(differences) / max(count, 1),
-        max(differences, default=0.0),
-        sum(k3) / max(count, 1),
-    )
+    rows = []
+    for pairs in (_pairs(model, rollout, gradients, scores) for rollout in rollouts):
+        for engine, _ in pairs:
+            if not engine <= 0.0 or math.isinf(engine):
+                raise ValueError(f"the engine returned a logprob of {engine}; expected a finite number ≤ 0")
+        of_engine, of_trainer = torch.tensor(pairs, dtype=torch.float64).reshape(1, -1, 2).unbind(-1)
+        rows.append(pair(of_trainer, of_engine, torch.ones(of_engine.shape, dtype=torch.bool)))
+    whole = join(rows).measure(by_position=False).whole if rows else None
+    if whole is None:
+        raise ValueError("no rollout has a token: there is nothing to compare")
+    return whole.total
 
 
 def _pairs(model: torch.nn.Module, rollout: Rollout, gradients: bool, scores: Scores) -> list[tuple[float, float]]:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-import sys
 import types
 from collections.abc import Iterator
 from multiprocessing import shared_memory
@@ -187,17 +186,6 @@ def unpinned_offload() -> None:
 
 def is_asked_for() -> bool:
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME
-
-
-def refuse_the_stock_entry_point() -> None:
-    """``verl.trainer.main_ppo jetgraph.policy=…`` would silently run without a gate.
-
-    Raises:
-        SystemExit: that is what was typed.
-    """
-    asked = any(argument.lstrip("+").startswith(("jetgraph.", "jetgraph=")) for argument in sys.argv[1:])
-    if asked and any(part.endswith(("verl.trainer.main_ppo", "verl/trainer/main_ppo.py")) for part in sys.orig_argv):
-        sys.exit("jetgraph.* needs jetgraph's entry point: python -m jetgraph_verl.main_ppo, with the same options")
 
 
 if is_asked_for():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from jetgraph.sync import Receiver, StoredUpdate, send
+from jetgraph.sync import Receiver, StoredUpdate, remove_orphans, send
 
 BEFORE_THE_FIRST = -1
 """The weight version of an engine that was started without weights."""
@@ -26,23 +26,35 @@ class EngineWorker(vLLMColocateWorkerExtension):
     # ------------------------------------------------------------------------------------------------ VeRL's own calls
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
-        """VeRL masks token ids that the tokenizer lacks; where there are none its patch would only change the graph."""
+        """VeRL masks token ids that the tokenizer lacks; where there are none its patch would only change the graph.
+
+        VeRL calls this when the engine has been built, before its first sleep: from here on sleep is guarded.
+        """
         if banned_token_ids or vocab_size < self.model_runner.model_config.get_vocab_size():
             super().monkey_patch_model(vocab_size, banned_token_ids)
+        self._attach()
 
     def update_weights_from_ipc(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("weights reach this engine through jetgraph's transaction only: call take_weights")
 
     # ----------------------------------------------------------------------------------------------------------- sync
 
-    def take_weights(self, folder: str) -> dict[str, Any]:
-        """One update, whole or not at all; see `jetgraph.sync`.  VeRL has paused generation and emptied the cache."""
-        from jetgraph_vllm.sync import ModelStore
+    def _attach(self) -> Receiver:
+        from jetgraph_vllm.sync import ModelStore, guard_sleep
 
         if self._receiver is None:
-            self._receiver = Receiver(ModelStore(self.model_runner.get_model()), BEFORE_THE_FIRST)
-        report = send(StoredUpdate(Path(folder)), self._receiver)
-        values = self._receiver.require_values()
+            remove_orphans()  # updates of a run that was killed
+            store = ModelStore(self.model_runner.get_model())
+            self._receiver = Receiver(store, BEFORE_THE_FIRST)
+            if self.vllm_config.model_config.enable_sleep_mode:
+                guard_sleep(self, self._receiver, store.rest())
+        return self._receiver
+
+    def take_weights(self, folder: str) -> dict[str, Any]:
+        """One update, whole or not at all; see `jetgraph.sync`.  VeRL has paused generation and emptied the cache."""
+        receiver = self._attach()
+        report = send(StoredUpdate(Path(folder)), receiver)
+        values = receiver.require_values()
         return {
             "version": report.version,
             "bytes": report.num_bytes,

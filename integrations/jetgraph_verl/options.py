@@ -18,11 +18,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from jetgraph.admission import Enforcement, load_waivers
+from jetgraph.admission import DRAFT, Enforcement, load_waivers
 from jetgraph.export import declare, rollout_linears
 from jetgraph.mismatch import FIELD_LIMITS, Baseline, Limit, stored_baseline
 from jetgraph.model_linears import linears_of_config
 from jetgraph.policy import Policy, get_policy
+from jetgraph_verl.engine_options import engine_contradictions, fit_engine
 
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
 KEYS = ("policy", "enforcement", "waivers", "folder", "rounding", "baseline")
@@ -93,6 +94,10 @@ def prepare(config: DictConfig) -> Options | None:
     folder = Path(asked.get("folder") or Path(config.trainer.default_local_dir) / "jetgraph-run").resolve()
     if folder.name == "jetgraph":
         raise OptionsError(f"jetgraph.folder={folder}: a process started beside it would import it; use another name")
+    if waivers is not None and Path(waivers) == folder / DRAFT:
+        raise OptionsError(
+            f"jetgraph.waivers={waivers}: every start writes this draft anew; sign a copy of it elsewhere"
+        )
     options = Options(policy.to_plain(), enforcement, str(folder), waivers, rounding, baseline)
     _fit(config, options)
     return options
@@ -151,12 +156,11 @@ def _contradictions(config: DictConfig) -> Iterator[str]:
         yield "model.use_liger / use_fused_kernels: these replace the operators that the graph is captured from"
     if config.actor_rollout_ref.actor.get("fsdp_config", {}).get("ulysses_sequence_parallel_size", 1) != 1:
         yield "actor.fsdp_config.ulysses_sequence_parallel_size: expected 1"
+    yield from engine_contradictions((rollout.get("engine_kwargs") or {}).get("vllm") or {})
 
 
 def _fit(config: DictConfig, options: Options) -> None:
     """Settings that follow from the policy, so that nobody has to know them."""
-    from jetgraph_vllm.capture import BACKEND
-
     shared = config.actor_rollout_ref
     folder = Path(shared.model.path)
     linears = rollout_linears(options.policy, linears_of_config(folder))
@@ -167,9 +171,7 @@ def _fit(config: DictConfig, options: Options) -> None:
         shared.rollout.calculate_log_probs = True
         shared.rollout.logprobs_mode = "raw_logprobs"  # the same numbers at temperature 1 without top-p and top-k
         shared.rollout.dtype = "bfloat16"
-        vllm = _section(shared.rollout.engine_kwargs, "vllm")
-        _section(vllm, "hf_overrides")["quantization_config"] = declaration
-        vllm["compilation_config"] = {"mode": 2, "backend": BACKEND, "custom_ops": ["all"], "cudagraph_mode": "NONE"}
+        fit_engine(_section(shared.rollout.engine_kwargs, "vllm"), declaration)
         environment = _section(_section(config.ray_kwargs.ray_init, "runtime_env"), "env_vars")
         environment["VLLM_USE_AOT_COMPILE"] = "0"  # a capture needs a real compilation
         environment["VLLM_DISABLE_COMPILE_CACHE"] = "1"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from jetgraph.sync import write_update
+from jetgraph.sync import transfer_folder, write_update
 from jetgraph_verl.actor import Weights
 from jetgraph_verl.options import Options
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class JetgraphAdapter(ServerAdapter):
@@ -41,26 +37,17 @@ class JetgraphAdapter(ServerAdapter):
             raise ValueError("weights without a version: the trainer must say at which step they are")
         start = time.perf_counter()
         serves = self._ensure_server_handle()
-        folder = transfer_folder(weights.num_bytes)
-        try:
+        with transfer_folder(weights.num_bytes) as folder:
             # every rank streams: gathering a sharded parameter takes all of them
             manifest = await asyncio.to_thread(write_update, weights.at(global_steps), folder)
             if not serves:
                 return
             report = await self.server_handle.take_weights.remote(str(folder))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         await self.server_handle.set_global_steps.remote(global_steps)
         report |= {"seconds": time.perf_counter() - start, "manifest": manifest.digest}
         path = sync_report_path(Path(self.options.folder), global_steps, self.replica_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report) + "\n")
-
-
-def transfer_folder(num_bytes: int) -> Path:
-    """A new folder for an update of at most ``num_bytes``: in shared memory, or, where that is too small, on disk."""
-    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * num_bytes
-    return Path(tempfile.mkdtemp(prefix="jetgraph-", dir=SHARED_MEMORY if in_memory else None))
 
 
 def sync_report_path(folder: Path, version: int, replica: int) -> Path:

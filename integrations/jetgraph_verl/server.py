@@ -18,16 +18,20 @@ from jetgraph_verl import engine_worker
 class JetgraphServer(vLLMHttpServer):
     """`vLLMHttpServer` whose engine runs jetgraph's worker extension; one rank."""
 
+    _has_weights = False
+    """An engine starts without any, and discards them when it sleeps at level 2."""
+
     def _get_worker_extension_cls(self) -> str:
         return f"{engine_worker.__name__}.{engine_worker.EngineWorker.__name__}"
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """
         Raises:
-            RuntimeError: no weights have arrived: the engine was started without any.
+            RuntimeError: no weights have arrived since the engine was started, or since it discarded them to sleep.
         """
-        if self.global_steps is None:
-            raise RuntimeError("the rollout engine was asked to generate before its first weights arrived")
+        if not self._has_weights:
+            since = "it was started" if self.global_steps is None else f"it discarded version {self.global_steps}"
+            raise RuntimeError(f"the rollout engine was asked to generate before weights arrived since {since}")
         return await super().generate(*args, **kwargs)
 
     async def take_weights(self, folder: str) -> dict[str, Any]:
@@ -40,8 +44,21 @@ class JetgraphServer(vLLMHttpServer):
         """
         await self.clear_kv_cache()
         (report,) = await self.engine.collective_rpc("take_weights", args=(folder,))
+        self._has_weights = True
         await self.clear_kv_cache()
         return report
+
+    async def _sleep_hybrid(self) -> None:
+        if self._resolve_sleep_level() == 2:
+            self._has_weights = False
+        await super()._sleep_hybrid()
+
+    async def check_engine(self) -> None:
+        """
+        Raises:
+            EngineDeadError: a process of the engine is gone, though this one, its server, lives.
+        """
+        await self.engine.check_health()
 
     async def capture_rollout_graph(self, path: str) -> dict[str, Any]:
         """Generate from the gate's prompts while recording; the worker lifts, replays and writes the graph."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import ray
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from transfer_queue import interface as queue
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -18,6 +20,7 @@ from jetgraph.mismatch import Alarms
 from jetgraph_verl import metrics as mismatch_metrics
 from jetgraph_verl.options import Options, limits
 from jetgraph_verl.rollout import sync_report_path
+from jetgraph_verl.watch import Ping, watched
 from jetgraph_verl.worker import JetgraphWorker
 
 ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy)
@@ -47,10 +50,39 @@ class JetgraphTrainer(PPOTrainerSync):
             NotAdmitted: the run stops here, before its first step.
         """
         self._forget_reports()
-        super().on_init_end()
-        self._check_sync()
-        if self.options.enforcement != Enforcement.OFF:
-            self._admit()
+        with watched(self._processes()):
+            super().on_init_end()
+            self._check_sync()
+            if self.options.enforcement != Enforcement.OFF:
+                self._admit()
+
+    def fit(self, agent_loop_manager: AgentLoopManager) -> None:
+        """
+        Raises:
+            ProcessDied: one of the run's processes is gone.
+        """
+        workers = agent_loop_manager.agent_loop_workers
+        loops = {f"agent loop worker {index}": worker.__ray_ready__.remote for index, worker in enumerate(workers)}
+        with watched(self._processes() | loops):
+            super().fit(agent_loop_manager)
+
+    def _processes(self) -> dict[str, Ping]:
+        """Every process that this run cannot go on without, by name, and a call that it answers when it can."""
+        groups = {"training worker": self.actor_rollout_wg.workers, "reward worker": self.get_reward_handles() or ()}
+        for kind in ("critic", "ref_policy"):
+            group = getattr(self, f"{kind}_wg", self.actor_rollout_wg)
+            if group is not self.actor_rollout_wg:
+                groups[f"{kind} worker"] = group.workers
+        groups["transfer queue"] = [queue._TQ_CONTROLLER]
+        groups["transfer queue storage"] = list(((queue._TQ_STORAGE or {}).get("SimpleStorage") or {}).values())
+        pings: dict[str, Ping] = {
+            f"{kind} {index}": worker.__ray_ready__.remote
+            for kind, workers in groups.items()
+            for index, worker in enumerate(workers)
+        }
+        for index, replica in enumerate(self.llm_server_manager.get_replicas()):
+            pings |= {f"rollout server {index}": server.check_engine.remote for server in replica.servers}
+        return pings
 
     def on_step_end(self) -> None:
         self._forget_reports()

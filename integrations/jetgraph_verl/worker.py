@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from jetgraph.sync import remove_orphans
 from jetgraph_verl import actor, rollout
 from jetgraph_verl.options import Options
 
@@ -17,6 +18,7 @@ class JetgraphWorker(ActorRolloutRefWorker):
     """`verl.workers.engine_workers.ActorRolloutRefWorker` under a policy, and with one more method."""
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
+        remove_orphans()  # of a run that was killed while it sent weights
         options = Options.of(config)
         actor.install(options)
         rollout.install_adapter(options)

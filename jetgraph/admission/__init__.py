@@ -8,11 +8,12 @@ what a later start changed; `gate` decides.  No trainer and no engine is importe
 
 from __future__ import annotations
 
-from jetgraph.admission.gate import Admission, Enforcement, NotAdmitted, admit
+from jetgraph.admission.gate import DRAFT, Admission, Enforcement, NotAdmitted, admit
 from jetgraph.admission.manifest import RunManifest
 from jetgraph.admission.waivers import Waiver, WaiverError, load_waivers
 
 __all__ = [
+    "DRAFT",
     "Admission",
     "Enforcement",
     "NotAdmitted",

@@ -9,11 +9,13 @@ from enum import Enum
 from pathlib import Path
 
 from jetgraph.admission.manifest import RunManifest
-from jetgraph.admission.waivers import Waiver, apply_waivers
+from jetgraph.admission.waivers import Waiver, apply_waivers, draft
 from jetgraph.verify import Fault, Result, verify
 from jetgraph.verify.source import Source
 
 CERTIFICATE, REPORT, ALL_FAULTS = "certificate.json", "counterexample.txt", "counterexample.json"
+DRAFT = "waivers-draft.json"
+"""In a refused run's folder: an unsigned waiver of each fault.  Every start removes the earlier one's."""
 
 
 class Enforcement(str, Enum):
@@ -87,31 +89,43 @@ def admit(
     now = now or datetime.datetime.now(datetime.UTC)
     folder.mkdir(parents=True, exist_ok=True)
     earlier = RunManifest.load(folder)
-    for stale in (folder / CERTIFICATE, folder / REPORT, folder / ALL_FAULTS):
-        stale.unlink(missing_ok=True)  # of the earlier start
+    for stale in (CERTIFICATE, REPORT, ALL_FAULTS, DRAFT):
+        (folder / stale).unlink(missing_ok=True)  # of the earlier start
     sources = Source.load(train, "train"), Source.load(infer, "infer")
     result = verify(*sources)
     left, used, expired = apply_waivers(result.faults, waivers, now.date())
+    if used and not left:  # what a waived fault explained has no other explanation now, and stands for itself
+        left, more, late = apply_waivers(result.echoes, waivers, now.date())
+        used, expired = used + more, expired + late
     manifest = RunManifest.of(*sources, result, tuple(map(str, used)), version, now.isoformat(timespec="seconds"))
     void = tuple(earlier.changes(manifest)) if earlier else ()
     if result.certificate is not None:
         result.certificate.save(folder / CERTIFICATE)
     else:
         (folder / REPORT).write_text(result.text(), encoding="utf-8")
-        (folder / ALL_FAULTS).write_text(result.to_json(), encoding="utf-8")  # each by the name that a waiver needs
+        (folder / ALL_FAULTS).write_text(result.to_json(), encoding="utf-8")
+        (folder / DRAFT).write_text(draft((*result.faults, *result.echoes)), encoding="utf-8")
     if left and enforcement is not Enforcement.WARN:
-        raise NotAdmitted(_refusal(result, left, expired, void, train, infer))
+        raise NotAdmitted(_refusal(result, left, expired, void, folder, train, infer))
     manifest.save(folder)
     return Admission(result, manifest, tuple(used), tuple(left), void)
 
 
 def _refusal(
-    result: Result, left: list[Fault], expired: list[Waiver], void: tuple[str, ...], train: Path, infer: Path
+    result: Result,
+    left: list[Fault],
+    expired: list[Waiver],
+    void: tuple[str, ...],
+    folder: Path,
+    train: Path,
+    infer: Path,
 ) -> str:
     faults = "1 fault stands" if len(left) == 1 else f"{len(left)} faults stand"
     lines = [f"this run may not start: {faults} between training and rollout.", result.text().rstrip()]
+    if not set(left) <= set(result.faults):
+        lines += [f"behind the waived faults: {f.rule} at {f.fqn}: expected {f.expected}; got {f.got}" for f in left]
     lines += [f"expired: {waiver}" for waiver in expired]
     lines += ["changed since the start that was admitted here: " + "; ".join(void)] if void else []
     lines.append(f"both graphs: {train} and {infer}; `jetgraph show {train} {infer}` draws them")
-    lines.append("a waiver names rule and node; enforcement 'warn' lets the run go on without one")
+    lines.append(f"{folder / DRAFT} has a waiver of each fault: sign a copy; enforcement 'warn' goes on without one")
     return "\n".join(lines)

@@ -1,17 +1,19 @@
-"""Exceptions from the verdict, each for one rule at one place, with a reason and a last day.
+"""Exceptions from the verdict, each for one fault as it was printed, with a reason and a last day.
 
-    [{"rule": "JG004", "node": "model.layers.3.mlp.up_proj", "expires": "2027-01-31",
-      "reason": "FP8 rollout of this layer is on trial, see the run log of 12 January"}]
+    [{"rule": "JG011", "node": "model.layers.3.input_layernorm", "op": "add", "expected": "const 1e-05",
+      "got": "const 1e-06", "expires": "2027-01-31", "reason": "an epsilon on trial; A. Nother, run log of 12 January"}]
 
-There are no patterns: a waiver that could match what nobody looked at is a hole, not an exception.
+There are no patterns, and another fault of the same rule at the same node is not covered: a waiver that could match
+what nobody looked at is a hole, not an exception.  A refused start drafts the entries; people add day and reason.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ from jetgraph import bounded_json
 from jetgraph.verify import Fault
 from jetgraph.verify.rules import RULES, Severity
 
-FIELDS = ("rule", "node", "expires", "reason")
+FIELDS = ("rule", "node", "op", "expected", "got", "expires", "reason")
+
+Place = tuple[str, str, str, str, str]
+"""What a waiver and a fault have in common: rule, node, op, expected, got."""
 
 
 class WaiverError(ValueError):
@@ -29,10 +34,16 @@ class WaiverError(ValueError):
 
 @dataclass(frozen=True)
 class Waiver:
-    """``node`` is the FQN that the counterexample names; "" for a fault of the graphs as a whole."""
+    """``node`` is the FQN that the counterexample names; "" for a fault of the graphs as a whole.
+
+    ``op``, ``expected`` and ``got`` are the counterexample's words for one layer, not folded over several.
+    """
 
     rule: str
     node: str
+    op: str
+    expected: str
+    got: str
     expires: datetime.date
     reason: str
 
@@ -63,14 +74,20 @@ class Waiver:
         except ValueError as error:
             got = entry["expires"][:20]
             raise WaiverError(f"waiver for {rule}: expires {got!r} is not a date YYYY-MM-DD") from error
-        return cls(rule, node, expires, reason)
+        return cls(rule, node, entry["op"], entry["expected"], entry["got"], expires, reason)
+
+    @property
+    def place(self) -> Place:
+        return self.rule, self.node, self.op, self.expected, self.got
 
     def is_valid(self, today: datetime.date) -> bool:
         """The last day counts."""
         return today <= self.expires
 
     def __str__(self) -> str:
-        return f"{self.rule} at {self.node or 'the graphs'} until {self.expires}: {self.reason}"
+        at = " ".join(f"{self.rule} at {self.node or 'the graphs'} {self.op}".split())
+        difference = " ".join(f"expected {self.expected}; got {self.got}".split())  # no line of its own in a log
+        return f"{at} ({difference}) until {self.expires}: {self.reason}"
 
 
 BLOCKING = (Severity.VIOLATION, Severity.UNKNOWN)
@@ -90,9 +107,9 @@ def load_waivers(path: str | Path) -> tuple[Waiver, ...]:
     if not isinstance(entries, list):
         raise WaiverError(f"waivers {path}: expected a list of waivers, got {type(entries).__name__}")
     waivers = tuple(map(Waiver.parse, entries))
-    places = Counter((waiver.rule, waiver.node) for waiver in waivers)
+    places = Counter(waiver.place for waiver in waivers)
     if twice := [place for place, count in places.items() if count > 1]:
-        raise WaiverError(f"waivers {path}: {twice[0][0]} at {twice[0][1]!r} is waived twice; keep one")
+        raise WaiverError(f"waivers {path}: {twice[0][0]} at {twice[0][1][:200]!r} is waived twice; keep one")
     return waivers
 
 
@@ -101,9 +118,20 @@ def apply_waivers(
 ) -> tuple[list[Fault], list[Waiver], list[Waiver]]:
     """Faults that still stop the run; waivers that were used; those that would have covered a fault, but expired."""
     blocking = [fault for fault in faults if fault.severity in BLOCKING]
-    found = {(fault.rule, fault.fqn) for fault in blocking}
-    applying = [waiver for waiver in waivers if (waiver.rule, waiver.node) in found]
+    found = set(map(place_of, blocking))
+    applying = [waiver for waiver in waivers if waiver.place in found]
     used = [waiver for waiver in applying if waiver.is_valid(today)]
-    covered = {(waiver.rule, waiver.node) for waiver in used}
-    left = [fault for fault in blocking if (fault.rule, fault.fqn) not in covered]
+    covered = {waiver.place for waiver in used}
+    left = [fault for fault in blocking if place_of(fault) not in covered]
     return left, used, [waiver for waiver in applying if not waiver.is_valid(today)]
+
+
+def place_of(fault: Fault) -> Place:
+    return fault.rule, fault.fqn, fault.op, fault.expected, fault.got
+
+
+def draft(faults: Iterable[Fault]) -> str:
+    """Waivers of ``faults`` as JSON, each without day and reason: `load_waivers` refuses it until somebody signs."""
+    places = dict.fromkeys(place_of(fault) for fault in faults if fault.severity in BLOCKING)
+    entries = [dict(zip(FIELDS, (*place, "", ""), strict=True)) for place in places]
+    return json.dumps(entries, ensure_ascii=False, indent=1) + "\n"

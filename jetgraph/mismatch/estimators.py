@@ -53,6 +53,10 @@ class Difference:
     fraction_exact: float
     mult_prob_error: float
 
+    @property
+    def num_exact(self) -> int:
+        return round(self.fraction_exact * self.num_tokens)
+
 
 def k3(log_ratio: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(q ‖ p) per token, exp(Δ) − 1 − Δ ≥ 0, any shape; gradients are finite.

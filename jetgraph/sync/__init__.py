@@ -4,9 +4,10 @@
     report = send(update, receiver)             # engine: stage all, compare every digest, exchange in place
     receiver.verify_values().require()          # the engine's bytes, now: digests, version, addresses
 
-`manifest` is what both ends compare; `masters` is the trainer's end, `files` takes its updates to another process;
-`receiver` is the engine's end, over the `WeightStore` (`store`) that an engine integration provides; `sleeping` keeps
-both honest over an engine's sleep.  No engine is imported here.  docs/sync.md has the protocol and its reasons.
+`manifest` is what both ends compare; `masters` is the trainer's end; `files` takes its updates to another process, in a
+folder of `transfer`; `receiver` is the engine's end, over the `WeightStore` (`store`) that an engine integration
+provides; `sleeping` keeps both honest over an engine's sleep.  No engine is imported here.  docs/sync.md has the
+protocol and its reasons.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jetgraph.sync.masters import Source, Update, publish, send
 from jetgraph.sync.receiver import Receiver, Transaction
 from jetgraph.sync.sleeping import SleepGuard
 from jetgraph.sync.store import CommitReport, Slot, ValueReport, WeightStore
+from jetgraph.sync.transfer import remove_orphans, transfer_folder
 
 __all__ = [
     "CommitReport",
@@ -34,6 +36,8 @@ __all__ = [
     "WeightStore",
     "WeightsLost",
     "publish",
+    "remove_orphans",
     "send",
+    "transfer_folder",
     "write_update",
 ]

@@ -59,12 +59,13 @@ def verify(train: PrecisionGraph | Source, infer: PrecisionGraph | Source) -> Re
         split = reduction_faults(forward_train, forward_infer, finding.phi)
         found = (*finding.faults, *split, *declared(*views))
         roots = tuple(fault for fault in found if fault.severity is Severity.VIOLATION)
-        faults = (*found, *explain_away([*conformance(*views), *evidence(*views)], roots, *views))
+        standing, echoes = explain_away([*conformance(*views), *evidence(*views)], roots, *views)
+        faults = (*found, *standing)
         weights = compare(*graphs)
         names = (graphs[0].name, graphs[1].name)
         guards = tuple(f"{g.meta.get('side', '?')}: {guard}" for g in graphs for guard in g.meta.get("guards", ()))
         if Verdict.of(faults) is not Verdict.CONTAINED:
-            return Result(*names, faults, guards, weights=weights)
+            return Result(*names, faults, guards, weights=weights, echoes=tuple(echoes))
         faults = (*faults, *bitwise(forward_train, forward_infer, finding.phi))
         try:
             reads = (_read(train, "train"), _read(infer, "infer"))

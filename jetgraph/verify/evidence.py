@@ -190,8 +190,10 @@ PRECISION_RULES = {"JG001", "JG002", "JG003", "JG004", "JG005", "JG008", "JG009"
 WEIGHT_RULES = PRECISION_RULES - {"JG008", "JG010"} | {"JG006", "JG007", "JG011", "JG012", "JG013"}
 
 
-def explain_away(faults: list[Fault], found: tuple[Fault, ...], train: Forward, infer: Forward) -> list[Fault]:
-    """Drop the echoes: what a root fault of the finder already says about the same node, operand or parameter."""
+def explain_away(
+    faults: list[Fault], found: tuple[Fault, ...], train: Forward, infer: Forward
+) -> tuple[list[Fault], list[Fault]]:
+    """Faults that stand, and echoes: what a root fault of the finder already says about the same node or parameter."""
     nodes = {f.infer for f in found if f.infer is not None and f.rule in PRECISION_RULES}
     nodes |= {u for i in nodes for u in infer.users.get(i, ()) if infer.nodes[u].op == "gemm"}
     names: set[str] = set()
@@ -217,7 +219,11 @@ def explain_away(faults: list[Fault], found: tuple[Fault, ...], train: Forward, 
             return bool(found) and (fault.fqn in read or fault.op == "attention")
         return fault.rule in ("JG017", "JG091") and fault.fqn in names
 
-    return [fault for fault in faults if not echo(fault)]
+    standing: list[Fault] = []
+    echoes: list[Fault] = []
+    for fault in faults:
+        (echoes if echo(fault) else standing).append(fault)
+    return standing, echoes
 
 
 def _parameters(forward: Forward, index: int) -> set[str]:

@@ -53,6 +53,8 @@ class Result:
     guards: tuple[str, ...] = ()
     certificate: Certificate | None = None
     weights: Weights = Weights()
+    echoes: tuple[Fault, ...] = ()
+    """Not reported, because a root fault among ``faults`` explains them; whoever waives that fault meets them."""
 
     @cached_property
     def verdict(self) -> Verdict:

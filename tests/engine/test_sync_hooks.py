@@ -223,3 +223,14 @@ def test_whoever_puts_the_executor_to_sleep_passes_the_guard():  # [W7]
     assert table.tolist() == [0, 1, 2, 3]
     with pytest.raises(WeightsLost, match="send a complete update before generating"):
         receiver.require_serving()
+
+
+def test_the_rest_is_what_no_update_writes():
+    """A view of a slot's storage is written with it; a table beside it is not."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16))
+    model.register_buffer("cos_sin_cache", torch.arange(4.0), persistent=False)
+    store = object.__new__(VllmStore)
+    store.model, store.slots = model, {"w": Slot("w", model.weight.data[:6], "bf16")}
+    assert list(store.rest()) == ["cos_sin_cache"]
+    assert store.rest()["cos_sin_cache"].data_ptr() == model.cos_sin_cache.data_ptr()

@@ -99,7 +99,7 @@ class TestPlatform:
 )
 @pytest.mark.slow
 def test_who_is_refused_at_the_stock_entry_point(verl_on_cpu, monkeypatch, orig, arguments, refused):
-    from jetgraph_verl.cpu import refuse_the_stock_entry_point
+    from jetgraph_verl.plugin import refuse_the_stock_entry_point
 
     monkeypatch.setattr(sys, "orig_argv", [*orig, *arguments])
     monkeypatch.setattr(sys, "argv", ["main_ppo", *arguments])

@@ -19,6 +19,8 @@ from jetgraph.mismatch.baselines import stored_baselines
 from jetgraph.policy import get_policy
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+COMPILATION = f"{VLLM}.compilation_config"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,16 @@ CONTRADICTIONS = {
     "actor_rollout_ref.model.use_liger": (True, "model.use_liger / use_fused_kernels"),
     "actor_rollout_ref.model.use_fused_kernels": (True, "model.use_liger / use_fused_kernels"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (2, "ulysses_sequence_parallel_size: expected 1"),
+    f"{VLLM}.load_format": ("auto", "rollout.engine_kwargs.vllm.load_format=auto: would replace what the policy"),
+    f"{VLLM}.logprobs_mode": ("processed_logprobs", "vllm.logprobs_mode=processed_logprobs: would replace"),
+    f"{VLLM}.hf_overrides.quantization_config": ({"quant_method": "awq"}, "vllm.hf_overrides.quantization_config"),
+    f"{COMPILATION}": ("3", "vllm.compilation_config=3: expected a section of keys and values"),
+    f"{COMPILATION}.mode": (3, "vllm.compilation_config.mode=3: expected 2"),
+    f"{COMPILATION}.backend": ("inductor", "vllm.compilation_config.backend=inductor: expected none"),
+    f"{COMPILATION}.cudagraph_mode": ("FULL", "vllm.compilation_config.cudagraph_mode=FULL: expected NONE"),
+    f"{COMPILATION}.custom_ops": (["all", "-rms_norm"], "vllm.compilation_config.custom_ops has -rms_norm"),
+    f"{COMPILATION}.pass_config": ({"fuse_norm_quant": True}, "vllm.compilation_config.pass_config: changes what runs"),
+    f"{COMPILATION}.compile_sizes": ([1], "vllm.compilation_config.compile_sizes: changes what runs"),
     "reward.reward_model.enable": (True, "reward.reward_model.enable without enable_resource_pool"),
 }
 
@@ -192,6 +204,21 @@ def test_the_users_own_engine_options_stay(jet_run):
     assert vllm.hf_overrides.quantization_config.quant_method == "fp8"
 
 
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_the_users_compilation_config_stays_beside_the_policys(jet_run, form):
+    own = {"debug_dump_path": "/d", "mode": "dynamo_trace_once", "custom_ops": ["+rms_norm"], "cudagraph_mode": "none"}
+    own["backend"] = "jetgraph_vllm.capture.backend"  # what the policy itself sets contradicts nothing
+    run = jet_run(**{COMPILATION: form(own)})
+    prepare(run)
+    assert OmegaConf.to_container(run.actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config) == {
+        "debug_dump_path": "/d",
+        "mode": 2,
+        "backend": "jetgraph_vllm.capture.backend",
+        "custom_ops": ["all", "+rms_norm"],
+        "cudagraph_mode": "NONE",
+    }
+
+
 def test_bf16_declares_no_fp8(jet_run):
     run = jet_run(**{"jetgraph.policy": "bf16"})
     prepare(run)
@@ -200,10 +227,22 @@ def test_bf16_declares_no_fp8(jet_run):
     assert declaration.jetgraph.weight == "bf16"
 
 
+def signed_waivers() -> str:
+    fault = dict.fromkeys(("node", "op", "expected", "got"), "a")
+    return json.dumps([fault | {"rule": "JG014", "expires": "2099-01-01", "reason": "r"}])
+
+
+def test_a_draft_that_the_next_start_replaces_is_no_place_for_waivers(jet_run, tmp_path):
+    path = tmp_path / "waivers-draft.json"
+    path.write_text(signed_waivers())
+    settings = {"jetgraph.waivers": str(path), "jetgraph.folder": str(tmp_path)}
+    with pytest.raises(OptionsError, match="every start writes this draft anew; sign a copy of it elsewhere"):
+        prepare(jet_run(**settings))
+    assert prepare(jet_run(**settings | {"jetgraph.folder": str(tmp_path / "run")})).waivers == str(path)
+
+
 def test_options_travel_inside_the_configuration(jet_run, tmp_path, monkeypatch):
-    (tmp_path / "waivers.json").write_text(
-        json.dumps([{"rule": "JG014", "node": "a", "expires": "2099-01-01", "reason": "r"}])
-    )
+    (tmp_path / "waivers.json").write_text(signed_waivers())
     monkeypatch.chdir(tmp_path)  # a relative path is the driver's: workers have another working directory
     run = jet_run(**{
         "jetgraph.waivers": "waivers.json",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jetgraph.policy import get_policy
-from jetgraph.sync import StoredUpdate, SyncRefused
+from jetgraph.sync import StoredUpdate, SyncRefused, transfer
 from tests.core.small_models import random_model
 
 pytestmark = pytest.mark.slow  # importing VeRL's vLLM rollout takes some ten seconds
@@ -58,7 +58,7 @@ def sync(verl_on_cpu, tmp_path, monkeypatch):
 
     memory = tmp_path / "shm"
     memory.mkdir()
-    monkeypatch.setattr(rollout, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", memory)
     model = random_model("llama", layers=1)
 
     def sync(server: Server | None, version: int | None):
@@ -129,9 +129,7 @@ def test_a_rank_without_a_server_streams_and_reports_nothing(sync):
 
 
 def test_shared_memory_that_is_too_small_is_not_used(sync, monkeypatch):
-    from jetgraph_verl import rollout
-
-    monkeypatch.setattr(rollout.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
     server = Server()
     sync(server, 5)
     assert server.seen[0].parent != sync.memory

@@ -24,6 +24,7 @@ def trainer(verl_on_cpu, tmp_path):
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"jetgraph": options}, "algorithm": {}})
     trainer.global_steps = 3
     trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: [None, None])
+    trainer._processes = dict  # none to watch
     return trainer
 
 
