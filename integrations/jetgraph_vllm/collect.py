@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from jetgraph.record import Op
 from jetgraph.versions import versions
@@ -120,6 +121,7 @@ def settings(engine: Any) -> dict[str, Any]:
     config = engine.config
     compilation = config.compilation_config
     return {
+        "device_type": current_platform.device_type,
         "compilation_mode": int(compilation.mode),
         "compilation_backend": str(compilation.backend),
         "custom_ops": list(compilation.custom_ops),

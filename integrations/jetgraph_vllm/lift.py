@@ -370,10 +370,10 @@ class _EngineLifter:
             "model": self.capture.config["architectures"][0],
             "policy": self.policy.name,
             "provider": self.declared.get("ops", "stock"),
-            "device": "cpu",
+            "device": self.capture.settings.get("device_type", "cpu"),  # older ones ran on CPUs
             "versions": versions("torch") | self.capture.settings.get("versions", {}),
             "compiler": "fx",
-            "capture": {k: v for k, v in self.capture.settings.items() if k != "versions"},
+            "capture": {k: v for k, v in self.capture.settings.items() if k not in ("versions", "device_type")},
             "parameters": {
                 name: {
                     "digest": tensor_digest(leaf),

@@ -110,5 +110,6 @@ def test_sampler_trace(either: EngineCapture) -> None:
     assert "token_ids" in targets
     assert targets[-1] == "output"
     assert any("log_softmax" in target for target in targets)
+    assert either.settings["device_type"] == "cpu"
     assert either.settings["compilation_mode"] == 2
     assert not either.settings["enforce_eager"]
