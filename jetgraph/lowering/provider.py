@@ -9,8 +9,10 @@ Next door: `registry` chooses, `reference` defines what every provider must comp
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Protocol
 
 import torch
@@ -149,6 +151,23 @@ def missing_hopper(device: torch.device, least: tuple[int, int] = (9, 0), exact:
             f"has {capability[0]}.{capability[1]}"
         )
     return None
+
+
+def triton_finding(name: str, device: torch.device, test: Callable[[torch.device], tuple[str, str]]) -> Finding:
+    """What a provider of Triton kernels found; ``test`` gives what is wrong ("" if nothing is) and what is right."""
+    if importlib.util.find_spec("triton") is None:
+        return Finding(name, False, "triton is not installed; install jetgraph[gpu]")
+    versions = (("triton", version("triton")),)
+    missing = missing_hopper(device)
+    if missing:
+        return Finding(name, False, missing, versions)
+    try:
+        with torch.cuda.device(device):
+            wrong, right = test(device)
+    except Exception as error:  # whatever a compiler throws at its first use is a refusal, told in one line
+        first_line = (str(error).strip() or "no message").splitlines()[0][:160]
+        return Finding(name, False, f"failed with {type(error).__name__}: {first_line}", versions)
+    return Finding(name, not wrong, wrong or right, versions, row_invariant=not wrong)
 
 
 def refuses_blocks(request: Gemm, out_multiple: int, group: int = 128) -> str | None:

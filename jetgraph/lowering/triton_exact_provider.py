@@ -6,15 +6,13 @@ company (number of rows, chunks, pages).  A kernel that fails either is not used
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
 from jetgraph.lowering import reference
-from jetgraph.lowering.provider import Exact, Finding, Request, missing_hopper
+from jetgraph.lowering.provider import Exact, Finding, Request, triton_finding
 
 EXACT = frozenset({"row_tile_gemm", "attention", "attention_backward"})
 COUNTS = (1, 2, 3, 63, 64, 65, 127, 128, 129)
@@ -35,22 +33,8 @@ class TritonExact:
     kernels: frozenset[str] = EXACT
 
     def probe(self, device: torch.device) -> Finding:
-        if importlib.util.find_spec("triton") is None:
-            return Finding(self.name, False, "triton is not installed; install jetgraph[gpu]")
-        versions = (("triton", version("triton")),)
-        missing = missing_hopper(device)
-        if missing:
-            return Finding(self.name, False, missing, versions)
-        try:
-            with torch.cuda.device(device):
-                wrong = self._wrong(device)
-        except Exception as error:  # whatever a compiler throws at its first use is a refusal, told in one line
-            first_line = (str(error).strip() or "no message").splitlines()[0][:160]
-            return Finding(self.name, False, f"failed with {type(error).__name__}: {first_line}", versions)
-        if wrong:
-            return Finding(self.name, False, wrong, versions)
         reason = "right within the roundings of BF16, and a row has the same bits in every batch, chunk and page"
-        return Finding(self.name, True, reason, versions, row_invariant=True)
+        return triton_finding(self.name, device, lambda d: (self._wrong(d), reason))
 
     def refuses(self, request: Request) -> str | None:
         if not isinstance(request, Exact):

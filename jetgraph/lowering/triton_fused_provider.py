@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from jetgraph.lowering.provider import Finding, Fused, Request, Rule, missing_hopper
+from jetgraph.lowering.provider import Finding, Fused, Request, Rule, triton_finding
 from jetgraph.precision import E4M3_MAX
 
 FUSED = frozenset(
@@ -32,21 +30,13 @@ class TritonFused:
     kernels: frozenset[str] = FUSED
 
     def probe(self, device: torch.device) -> Finding:
-        if importlib.util.find_spec("triton") is None:
-            return Finding(self.name, False, "triton is not installed; install jetgraph[gpu]")
-        versions = (("triton", version("triton")),)
-        missing = missing_hopper(device)
-        if missing:
-            return Finding(self.name, False, missing, versions)
-        try:
-            wrong = self._wrong(device)
-            how = silu_way(device)[1]
-        except Exception as error:  # whatever a compiler throws at its first use is a refusal, told in one line
-            first_line = (str(error).strip() or "no message").splitlines()[0][:160]
-            return Finding(self.name, False, f"failed with {type(error).__name__}: {first_line}", versions)
+        return triton_finding(self.name, device, self._tested)
+
+    def _tested(self, device: torch.device) -> tuple[str, str]:
+        wrong = self._wrong(device)
         if wrong:
-            return Finding(self.name, False, f"differs in bits from the definition: {wrong}", versions)
-        return Finding(self.name, True, f"every bit of the definitions, silu by {how}", versions, row_invariant=True)
+            return f"differs in bits from the definition: {wrong}", ""
+        return "", f"every bit of the definitions, silu by {silu_way(device)[1]}"
 
     def refuses(self, request: Request) -> str | None:
         if not isinstance(request, Fused):

@@ -6,6 +6,7 @@ kernels' indexing in Triton's interpreter, and cuBLASLt's shapes on the meta dev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -435,3 +436,25 @@ def test_offsets_are_sixty_four_bit():  # [K9]
         tl.store(x + rows * stride, 0.0)
 
     assert _narrow_offsets(_intermediate(narrow, {"x": "*fp32"}, {"WIDTH": 128}))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ok", "reason"),
+    [
+        (("", "all bits"), True, "all bits"),
+        (("a bit is wrong", "all bits"), False, "a bit is wrong"),
+        (ValueError("at 17:4:\n    code"), False, "failed with ValueError: at 17:4:"),
+        (RuntimeError(), False, "failed with RuntimeError: no message"),
+    ],
+)
+def test_a_finding_of_triton_kernels(monkeypatch, outcome, ok, reason):
+    def test(device):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    pytest.importorskip("triton", reason="the probe asks for triton first")
+    monkeypatch.setattr(provider, "missing_hopper", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    found = provider.triton_finding("mine", torch.device("cuda", 0), test)
+    assert (found.provider, found.ok, found.reason, found.row_invariant) == ("mine", ok, reason, ok)
