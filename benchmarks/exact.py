@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_time import device_name, milliseconds
 from benchmarks.report import Row, report
-from jetgraph.lowering import triton_attention, triton_attention_backward, triton_bf16_gemm
+from jetgraph.lowering import registry, triton_attention, triton_attention_backward, triton_bf16_gemm
 
 GEMMS = {
     "SmolLM2 head": (49152, 576),
@@ -102,6 +102,7 @@ def attentions() -> Iterable[Row]:
         lambda: triton_attention.attention(q, k, v, SCALE, 0, 0.0, first),
     )
     grad, leaves = numbers(BATCH, LENGTH, HEADS, SIZE), [t.clone().requires_grad_() for t in (q, k, v)]
+    forward, packed = (triton_attention.attention(q, k, v, SCALE, 0, 0.0, f) for f in (None, first))
     out = flash(*leaves)
     yield from timed(
         "attention backward, SDPA flash",
@@ -109,13 +110,18 @@ def attentions() -> Iterable[Row]:
         2.5 * operations,
     )
     yield from timed(
-        "attention backward with the forward again, exact",
-        lambda: triton_attention_backward.attention_backward(grad, q, k, v, SCALE),
+        "attention backward, cuDNN on the exact forward",
+        lambda: registry.PROVIDERS["cudnn"].attention_backward(grad, q, k, v, *forward, SCALE),  # type: ignore[attr-defined]
         2.5 * operations,
     )
     yield from timed(
-        "attention backward with the forward again, exact, packed",
-        lambda: triton_attention_backward.attention_backward(grad, q, k, v, SCALE, 0, 0.0, first),
+        "attention backward, ours",
+        lambda: triton_attention_backward.attention_backward(grad, q, k, v, *forward, SCALE),
+        2.5 * operations,
+    )
+    yield from timed(
+        "attention backward, ours, packed",
+        lambda: triton_attention_backward.attention_backward(grad, q, k, v, *packed, SCALE, 0, 0.0, first),
     )
 
 
@@ -169,9 +175,9 @@ def sweep_attention() -> Iterable[Row]:
 
 def sweep_backward() -> Iterable[Row]:
     (q, k, v), grad = qkv(), numbers(BATCH, LENGTH, HEADS, SIZE)
-    backward = triton_attention_backward
+    backward, forward = triton_attention_backward, triton_attention.attention(q, k, v, SCALE)
     for tiles in ((backward.QUERY_TILE, backward.KEY_TILE), *BACKWARD_TILES):
-        call = functools.partial(backward.attention_backward, grad, q, k, v, SCALE, tiles=tiles)
+        call = functools.partial(backward.attention_backward, grad, q, k, v, *forward, SCALE, tiles=tiles)
         yield from tried(f"attention backward, tiles of dQ and of dK, dV {tiles}", lambda c=call: c()[0], None)
 
 

@@ -19,7 +19,7 @@ def attention(node: Node, q: Tensor, k: Tensor, v: Tensor, batch: Batch = ONE_SE
     """[B·n, H·D] for q [B·n, H·D] and k, v [B·L, Hkv·D]."""
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
     if node.kernel == "jetgraph::attention":
-        return torch.ops.jetgraph.attention(*heads, *_options(node), batch.first).flatten(2).flatten(0, 1)
+        return torch.ops.jetgraph.attention(*heads, *_options(node), batch.first)[0].flatten(2).flatten(0, 1)
     out = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, **_stock_options(node, batch))[0]
     return _by_token(out)
 
@@ -31,7 +31,9 @@ def attention_backward(
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
     d_out = _by_head(node, grad, batch)
     if node.kernel == "jetgraph::attention_backward":
-        grads = torch.ops.jetgraph.attention_backward(d_out.transpose(1, 2), *heads, *_options(node), batch.first)
+        options = *_options(node), batch.first
+        forward = torch.ops.jetgraph.attention(*heads, *options)
+        grads = torch.ops.jetgraph.attention_backward(d_out.transpose(1, 2), *heads, *forward, *options)
     else:
         options = _stock_options(node, batch)
         forward = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, **options)

@@ -73,7 +73,7 @@ class ExactAttentionImpl(CPUAttentionBackendImpl):
                 continue
             k, v = paged_cache.read_sequence(kv_cache, attn_metadata.block_table[row], lengths[row], self.head_size)
             q = query[start:stop].transpose(0, 1)[None]
-            output[start:stop] = torch.ops.jetgraph.attention(q, k, v, self.scale)[0]
+            output[start:stop] = torch.ops.jetgraph.attention(q, k, v, self.scale)[0][0]
         return output
 
 

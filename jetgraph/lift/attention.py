@@ -98,13 +98,14 @@ def _jetgraph_attention(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs:
     q, k, v, *options = args
     attrs = _jetgraph_attrs(lift, q, k, options)
     out = attention(lift, _tokens_of(lift, q, k, v), attrs, "jetgraph::attention")
-    return lift.layouts.view(lift.layouts.token_matrix(out), frame.shape(op))
+    batch, heads, length, head_dim = lift.layouts.shape(q)
+    return lift.layouts.view(lift.layouts.token_matrix(out), (batch, length, heads, head_dim)), None
 
 
 @handles("jetgraph.attention_backward")
 def _jetgraph_attention_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)
-    grad, q, k, v, *options = args
+    grad, q, k, v, _out, _logsumexp, *options = args  # out and logsumexp are functions of q, k, v
     attrs = _jetgraph_attrs(lift, q, k, options)
     qkv = _tokens_of(lift, q, k, v)
     return _gradients(lift, frame, op, lift.layouts.read(grad), qkv, attrs, "jetgraph::attention_backward")

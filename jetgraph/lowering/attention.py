@@ -121,4 +121,4 @@ def _attention(
         raise NotImplementedError(f"{type(module).__name__} passes {', '.join(unread)}: no such reference attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     first = attention_mask.first
-    return torch.ops.jetgraph.attention(query, key, value, scale, window, softcap or 0.0, first), None
+    return torch.ops.jetgraph.attention(query, key, value, scale, window, softcap or 0.0, first)[0], None

@@ -75,9 +75,9 @@ def row_tile_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, first: Tensor | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(q.device):
-        return _attention(q, k, v, scale).attention(q, k, v, scale, window, softcap, first)
+        return _attention("attention", q, k, v, scale).attention(q, k, v, scale, window, softcap, first)
 
 
 def attention_backward(
@@ -85,18 +85,23 @@ def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    is_plain = window == 0 and softcap == 0 and first is None and q.numel() > 0
+    is_plain = is_plain and 1 < q.shape[2] == k.shape[2] and not torch.are_deterministic_algorithms_enabled()
     with torch.cuda.device(q.device):
-        return _attention(q, k, v, scale).attention_backward(grad, q, k, v, scale, window, softcap, first)
+        provider = _attention("attention_backward", q, k, v, scale, is_plain)
+        return provider.attention_backward(grad, q, k, v, out, lse, scale, window, softcap, first)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, is_plain: bool = False) -> Any:
     """Never chosen by the number of queries or keys: a row's kernel is that of the model's heads."""
-    request = Exact("attention", q.dtype, q.shape[3], q.shape[1] // k.shape[1])
+    request = Exact(kernel, q.dtype, q.shape[3], q.shape[1] // k.shape[1], is_plain)
     return _exact(request, q.device, q.dtype is k.dtype is v.dtype and scale > 0)
 
 

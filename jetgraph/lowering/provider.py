@@ -85,12 +85,17 @@ class Fused:
 
 @dataclass(frozen=True)
 class Exact:
-    """One row-invariant BF16 operator: `row_tile_gemm`, or attention with its head size and heads that share keys."""
+    """One row-invariant BF16 operator: `row_tile_gemm`, or attention with its head size and heads that share keys.
+
+    Or attention's gradient, whose rows may depend on each other; ``is_plain`` if every query sees all keys up to its
+    own, without window or soft cap, and the order of sums may differ from call to call.
+    """
 
     kernel: str
     dtype: torch.dtype
     head_size: int = 0
     heads_per_group: int = 1
+    is_plain: bool = False
 
     def __str__(self) -> str:
         heads = f", heads of {self.head_size}, {self.heads_per_group} on one of keys" if self.head_size else ""

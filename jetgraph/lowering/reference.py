@@ -224,7 +224,7 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     first: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Grouped-query attention; q [B, H, n, D] are the last n of the L positions of k, v [B, Hkv, L, D].
 
     Query i stands at position p = L - n + i and sees key j iff
@@ -235,14 +235,16 @@ def attention(
     row, the number of pads where a row is padded on the left.  A query that sees no key gives zeros, and zero
     gradients.  ``softcap`` c > 0 turns each score s into c·tanh(s / c).
 
-    Returns [B, n, H, D] in q's dtype.  Scores, softmax and sums are float64; one rounding at the end.
+    Returns [B, n, H, D] in q's dtype, and the log-sum-exp of each query's scores, FP32 [B, H, n], -inf where it sees no
+    key.  Scores, softmax and sums are float64; one rounding at the end.
 
     Raises:
         ValueError: ``window`` or ``softcap`` is negative, or ``first`` is not int64 [B, n].
     """
-    probs, _ = _probabilities(q, k, scale, window, softcap, first)
-    out = torch.einsum("bgrql,bgld->bqgrd", probs, v.to(torch.float64))
-    return out.flatten(2, 3).to(q.dtype).contiguous()  # einsum's strides depend on sizes; a compiled graph reads these
+    scores, _ = _scores(q, k, scale, window, softcap, first)
+    out = torch.einsum("bgrql,bgld->bqgrd", _probabilities(scores), v.to(torch.float64))
+    # einsum's strides depend on sizes; a compiled graph reads these
+    return out.flatten(2, 3).to(q.dtype).contiguous(), scores.logsumexp(-1).float().flatten(1, 2)
 
 
 def attention_backward(
@@ -255,9 +257,10 @@ def attention_backward(
     softcap: float = 0.0,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention` for grad [B, n, H, D], in float64 with one rounding each."""
+    """Gradients of `attention` for grad [B, n, H, D], in float64 with one rounding each; tokens first in memory."""
     num_groups = k.shape[1]
-    probs, slope = _probabilities(q, k, scale, window, softcap, first)
+    scores, slope = _scores(q, k, scale, window, softcap, first)
+    probs = _probabilities(scores)
     d_out = grad.to(torch.float64).transpose(1, 2).unflatten(1, (num_groups, -1))  # B g r n D
     query = q.to(torch.float64).unflatten(1, (num_groups, -1))
     d_probs = torch.einsum("bgrqd,bgld->bgrql", d_out, v.to(torch.float64))
@@ -267,13 +270,19 @@ def attention_backward(
     dq = torch.einsum("bgrql,bgld->bgrqd", d_scores, k.to(torch.float64)).flatten(1, 2)
     dk = torch.einsum("bgrql,bgrqd->bgld", d_scores, query)
     dv = torch.einsum("bgrql,bgrqd->bgld", probs, d_out)
-    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+    dq, dk, dv = (g.to(t.dtype).transpose(1, 2).contiguous() for g, t in ((dq, q), (dk, k), (dv, v)))
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _probabilities(
+def _probabilities(scores: Tensor) -> Tensor:
+    """Softmax of scores [..., L]; zeros where all are -inf."""
+    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+
+
+def _scores(
     q: Tensor, k: Tensor, scale: float, window: int, softcap: float, first: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax weights [B, Hkv, H/Hkv, n, L] in float64, and the derivative of the soft cap at every score."""
+    """Scores [B, Hkv, H/Hkv, n, L] in float64, -inf of hidden keys, and the derivative of the soft cap at each."""
     if window < 0 or softcap < 0:
         raise ValueError(f"attention window={window}, softcap={softcap}: expected 0 for none, or a positive number")
     query = q.to(torch.float64).unflatten(1, (k.shape[1], -1))
@@ -282,9 +291,7 @@ def _probabilities(
     if softcap:
         capped = torch.tanh(scores / softcap)
         scores, slope = capped * softcap, 1.0 - capped * capped
-    hidden = _hidden_keys(q, k, window, first)
-    probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return probs.masked_fill(hidden.all(-1, keepdim=True), 0.0), slope
+    return scores.masked_fill(_hidden_keys(q, k, window, first), float("-inf")), slope
 
 
 def _hidden_keys(q: Tensor, k: Tensor, window: int, first: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from jetgraph.lowering import fused_reference, probe_cache, reference
 from jetgraph.lowering.cublaslt import CublasLt
+from jetgraph.lowering.cudnn_attention import CudnnAttention
 from jetgraph.lowering.deep_gemm import DeepGemm
 from jetgraph.lowering.provider import (
     FPROP,
@@ -77,23 +78,22 @@ class Reference:
     def row_tile_gemm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return reference.row_tile_gemm(x, weight, bias)
 
-    def attention(self, *arguments) -> Tensor:
+    def attention(self, *arguments) -> tuple[Tensor, Tensor]:
         return reference.attention(*arguments)
 
-    def attention_backward(self, *arguments) -> tuple[Tensor, ...]:
-        return reference.attention_backward(*arguments)
+    def attention_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options):
+        return reference.attention_backward(grad, q, k, v, *options)
 
 
-PROVIDERS: dict[str, Provider] = {
-    p.name: p for p in (DeepGemm(), CublasLt(), TritonKernels(), TritonFused(), TritonExact(), Reference())
-}
+_ALL = DeepGemm(), CublasLt(), TritonKernels(), TritonFused(), CudnnAttention(), TritonExact(), Reference()
+PROVIDERS: dict[str, Provider] = {p.name: p for p in _ALL}
 ORDER = {
     "FPROP": ("deep_gemm", "triton", "reference"),
     "DGRAD": ("deep_gemm", "cublaslt", "triton", "reference"),
     "WGRAD": ("cublaslt", "deep_gemm", "triton", "reference"),
     "quantiser": ("triton", "reference"),
     "fused": ("triton_fused", "reference"),
-    "exact": ("triton_exact", "reference"),
+    "exact": ("cudnn", "triton_exact", "reference"),
 }
 """Fastest first, as measured on an H200 (docs/kernels.md)."""
 _ROLES = {Quantizer: "quantiser", Fused: "fused", Exact: "exact"}

@@ -164,14 +164,18 @@ row_tile_gemm.register_autograd(_linear_gradient, setup_context=_save_linear)
 @torch.library.custom_op("jetgraph::attention", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, first: Tensor | None = None
-) -> Tensor:
-    """q [B, H, n, D], k and v [B, Hkv, L, D], first [B, n] → [B, n, H, D]; the masks are `reference.attention`'s."""
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, n, D], k and v [B, Hkv, L, D], first [B, n] → [B, n, H, D] and, for the gradient, log-sum-exp [B, H, n].
+
+    The masks are `reference.attention`'s.
+    """
     return reference.attention(q, k, v, scale, window, softcap, first)
 
 
 @attention.register_fake
 def _(q, k, v, scale, window=0, softcap=0.0, first=None):
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("jetgraph::attention_backward", mutates_args=())
@@ -180,28 +184,36 @@ def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for grad [B, n, H, D], tokens first in memory; out and lse are what `attention` gave."""
     return reference.attention_backward(grad, q, k, v, scale, window, softcap, first)
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, scale, window=0, softcap=0.0, first=None):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(grad, q, k, v, out, lse, scale, window=0, softcap=0.0, first=None):
+    return tuple(t.new_empty((t.shape[0], t.shape[2], t.shape[1], t.shape[3])).transpose(1, 2) for t in (q, k, v))
 
 
 def _save_attention(ctx, inputs, output) -> None:
     *qkv, scale, window, softcap, first = inputs
-    ctx.save_for_backward(*qkv, first)
+    ctx.save_for_backward(*qkv, *output, first)
     ctx.options = scale, window, softcap
+    ctx.set_materialize_grads(False)
 
 
-def _attention_gradient(ctx, grad):
-    *qkv, first = ctx.saved_tensors
-    grads = torch.ops.jetgraph.attention_backward(grad, *qkv, *ctx.options, first)
+def _attention_gradient(ctx, grad, grad_lse):
+    if grad_lse is not None:
+        raise NotImplementedError("jetgraph::attention: its log-sum-exp has no gradient; use the output alone")
+    if grad is None:
+        return (None,) * 7
+    *operands, first = ctx.saved_tensors
+    grads = torch.ops.jetgraph.attention_backward(grad, *operands, *ctx.options, first)
     return (*grads, None, None, None, None)
 
 

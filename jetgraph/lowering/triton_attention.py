@@ -18,8 +18,6 @@ ATTENTION_TILE = (128, 64, 8, 3)
 WIDE_TILE = (128, 64, 8, 2)
 """For head sizes above 128."""
 MAX_HEAD_SIZE, HEAD_MULTIPLE = 256, 8
-ROWS_MULTIPLE = 128
-"""A kernel that reads whole tiles of rows may read so far behind the last."""
 
 
 def attention(
@@ -31,16 +29,13 @@ def attention(
     softcap: float = 0.0,
     first: Tensor | None = None,
     *,
-    by_token: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     native: bool = True,
     tile: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.attention` of BF16 q [B, H, n, D], k and v [B, Hkv, L, D], first int64 [B, n].
 
-    Returns BF16 [B, n, H, D] and the log-sum-exp of each query's scores, FP32 [B, H, n] (-inf if it sees no key);
-    ``by_token`` stores it in the order of a tile's rows [B, Hkv, n · G], in a memory [B, Hkv, R] with R ≥ n · G a
-    multiple of `ROWS_MULTIPLE`.
+    Returns BF16 [B, n, H, D] and the log-sum-exp of each query's scores, FP32 [B, H, n] (-inf if it sees no key).
 
     Raises:
         ValueError: dtypes, sizes or options that `refused` names.
@@ -51,9 +46,7 @@ def attention(
     (batch, num_heads, num_queries, size), (num_groups, num_keys) = q.shape, k.shape[1:3]
     out = q.new_empty((batch, num_queries, num_heads, size), dtype=out_dtype)
     per_group = num_heads // num_groups
-    rows = -(-num_queries * per_group // ROWS_MULTIPLE) * ROWS_MULTIPLE
-    shape = (batch, num_groups, rows) if by_token else (batch, num_heads, num_queries)
-    lse = q.new_empty(shape, dtype=torch.float32)
+    lse = q.new_empty((batch, num_heads, num_queries), dtype=torch.float32)
     if not out.numel():
         return out, lse
     q, k, v = (in_units(t) for t in (q, k, v))
@@ -74,7 +67,6 @@ def attention(
         *(s // 8 for s in q.stride()[:3]),
         *(s // 8 for s in k.stride()[:3]),
         *(s // 8 for s in v.stride()[:2]),
-        *((rows, per_group, 1) if by_token else (per_group * num_queries, 1, num_queries)),
         window,
         float(scale),
         float(softcap),

@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetgraph.lowering.triton_attention import attention, in_units, padded
+from jetgraph.lowering.triton_attention import in_units, padded, refused
 from jetgraph.lowering.triton_attention_kernels import LOG2E, MINUS_INF, exp2, product, soft_cap
 
 QUERY_TILE, KEY_TILE = (128, 64, 8, 2), (64, 128, 8, 2)
 """BLOCK_M, BLOCK_N, warps, stages of the kernels of dQ and of dK and dV."""
 WIDE_QUERY_TILE, WIDE_KEY_TILE = (64, 64, 8, 1), (64, 64, 8, 1)
 """For head sizes above 128."""
+ROWS_MULTIPLE = 128
+"""The kernel of dK and dV reads whole tiles of rows, so far behind the last."""
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def query_gradient_kernel(
     out,
     grad,
     lse,
-    delta,
+    rows,
     first,
     dq,
     num_queries,
@@ -90,7 +92,7 @@ def query_gradient_kernel(
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """dq [B, H, n, D], and δ [B, Hkv, R] in the order of rows, as lse is; out and grad [B, n, H, D]."""
+    """dq, out and grad [B, n, H, D], lse [B, H, n]; lse and δ in the order of rows go to rows [2, B, Hkv, R]."""
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -106,9 +108,10 @@ def query_gradient_kernel(
     d_out = tl.load(grad + at[:, None] + d[None, :], mask=stored, other=0.0)
     forward = tl.load(out + at[:, None] + d[None, :], mask=stored, other=0.0)
     d_row = tl.sum(d_out.to(tl.float32) * forward.to(tl.float32), 1)
+    lse_row = tl.load(lse + (batch * num_heads + head) * num_queries + token, mask=valid, other=0.0)
     at = (batch * tl.num_programs(1) + group) * num_rows + token * G + row % G
-    tl.store(delta + at, d_row, mask=valid)
-    lse_row = tl.load(lse + at, mask=valid, other=0.0)
+    tl.store(rows + at, lse_row, mask=valid)
+    tl.store(rows + tl.num_programs(2) * tl.num_programs(1).to(tl.int64) * num_rows + at, d_row, mask=valid)
     firsts = positions * 0
     lowest = num_keys - num_queries + tile * BLOCK_Q
     highest = num_keys - num_queries + tl.minimum((tile + 1) * BLOCK_Q, num_queries) - 1
@@ -134,7 +137,7 @@ def query_gradient_kernel(
         if NATIVE:
             d_score = d_score.to(key.dtype)
         acc = product(d_score, key, acc, NATIVE)
-    at = ((batch * num_heads + head) * num_queries + token) * D
+    at = ((batch * num_queries + token) * num_heads + head) * D
     tl.store(dq + at[:, None] + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=stored)
 
 
@@ -144,8 +147,7 @@ def key_gradient_kernel(
     k,
     v,
     grad,
-    lse,
-    delta,
+    rows,
     first,
     last,
     dk,
@@ -175,7 +177,7 @@ def key_gradient_kernel(
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """dk and dv [B, Hkv, L, D]; ``last`` [B, ⌈L / BLOCK_N⌉] is the last query that may see a block, if FIRST."""
+    """dk and dv [B, L, Hkv, D]; ``last`` [B, ⌈L / BLOCK_N⌉] is the last query that may see a block, if FIRST."""
     block = tl.program_id(0)
     group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -197,8 +199,8 @@ def key_gradient_kernel(
     d_value = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     q += batch * q_batch * 8 + group * G * q_head * 8
     grad += (batch * num_queries * num_heads + group * G) * D
-    lse += (batch * tl.num_programs(1) + group) * num_rows
-    delta += (batch * tl.num_programs(1) + group) * num_rows
+    lse = rows + (batch * tl.num_programs(1) + group) * num_rows
+    delta = lse + tl.num_programs(2) * tl.num_programs(1).to(tl.int64) * num_rows
     for tile in range(begin * G // BLOCK_M, tl.cdiv(end * G, BLOCK_M)):
         row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         query, head = row // G, row % G
@@ -209,7 +211,7 @@ def key_gradient_kernel(
         q_tile = tl.load(q + at_query[:, None] + d[None, :], mask=loaded, other=0.0)
         at_query = (token * num_heads + head) * D
         d_out = tl.load(grad + at_query[:, None] + d[None, :], mask=loaded, other=0.0)
-        lse_row, d_row = tl.load(lse + row), tl.load(delta + row)  # no mask: δ is 0 behind the last row
+        lse_row, d_row = tl.load(lse + row), tl.load(delta + row)  # no mask: 0 behind the last row
         positions = tl.where(valid, shift + query, -1)
         firsts = positions * 0
         if FIRST:
@@ -224,7 +226,7 @@ def key_gradient_kernel(
             weight, d_score = weight.to(d_out.dtype), d_score.to(q_tile.dtype)
         d_value = product(weight, d_out, d_value, NATIVE)
         d_key = product(d_score, q_tile, d_key, NATIVE)
-    at = ((batch * tl.num_programs(1) + group) * num_keys + position) * D
+    at = ((batch * num_keys + position) * tl.num_programs(1) + group) * D
     tl.store(dk + at[:, None] + d[None, :], (d_key * scale).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + at[:, None] + d[None, :], d_value.to(dv.dtype.element_ty), mask=here)
 
@@ -234,6 +236,8 @@ def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -243,31 +247,35 @@ def attention_backward(
     native: bool = True,
     tiles: tuple[tuple[int, int, int, int], tuple[int, int, int, int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for grad [B, n, H, D]; the forward pass runs once more for its output and log-sum-exp.
+    """Gradients of q, k and v for grad [B, n, H, D], tokens first in memory; out and lse are what `attention` gave.
 
     Raises:
         ValueError: what `attention` does not serve.
     """
-    out, lse = attention(q, k, v, scale, window, softcap, first, by_token=True, native=native, out_dtype=out_dtype)
+    reason = refused(q, k, v, scale, window, softcap, first)
+    if reason:
+        raise ValueError(f"attention_backward got {reason}")
     (batch, num_heads, num_queries, size), (num_groups, num_keys) = q.shape, k.shape[1:3]
-    dq, dk, dv = (t.new_zeros(t.shape, dtype=out_dtype) if not out.numel() else _like(t, out_dtype) for t in (q, k, v))
+    make = torch.empty if out.numel() else torch.zeros
+    dq, dk, dv = (make(_by_token(t), dtype=out_dtype, device=q.device) for t in (q, k, v))
+    grads = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     if not out.numel():
-        return dq, dk, dv
+        return grads
     q, k, v = (in_units(t) for t in (q, k, v))
     if k.stride(2) != v.stride(2):
         k, v = k.contiguous(), v.contiguous()
-    grad, delta = grad.contiguous(), torch.zeros_like(lse)
-    if grad.data_ptr() % 16:
-        grad = grad.clone()
+    grad, out, lse = (_aligned(t) for t in (grad, out, lse))
     query_tile, key_tile = tiles or ((QUERY_TILE, KEY_TILE) if size <= 128 else (WIDE_QUERY_TILE, WIDE_KEY_TILE))
     starts = lse if first is None else first.clamp(0, num_keys).contiguous()
     last = lse if first is None else last_queries(starts, num_keys, key_tile[1])
     per_group = num_heads // num_groups
+    num_rows = -(-num_queries * per_group // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    rows = lse.new_zeros((2, batch, num_groups, num_rows))
     numbers = (
         num_queries,
         num_keys,
         num_heads,
-        lse.shape[2],
+        num_rows,
         *(s // 8 for s in q.stride()[:3]),
         *(s // 8 for s in k.stride()[:3]),
         *(s // 8 for s in v.stride()[:2]),
@@ -287,15 +295,15 @@ def attention_backward(
     }
     block_m, block_n, warps, stages = query_tile
     query_gradient_kernel[(triton.cdiv(num_queries, block_m // per_group), num_groups, batch)](
-        q, k, v, out, grad, lse, delta, starts, dq, *numbers,
+        q, k, v, out, grad, lse, rows, starts, dq, *numbers,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **flags,
     )  # fmt: skip
     block_m, block_n, warps, stages = key_tile
     key_gradient_kernel[(triton.cdiv(num_keys, block_n), num_groups, batch)](
-        q, k, v, grad, lse, delta, starts, last, dk, dv, *numbers,
+        q, k, v, grad, rows, starts, last, dk, dv, *numbers,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **flags,
     )  # fmt: skip
-    return dq, dk, dv
+    return grads
 
 
 def last_queries(first: Tensor, num_keys: int, block: int) -> Tensor:
@@ -307,5 +315,10 @@ def last_queries(first: Tensor, num_keys: int, block: int) -> Tensor:
     return starting[:, :num_blocks].cummax(1).values.contiguous()
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+def _by_token(x: Tensor) -> tuple[int, int, int, int]:
+    return x.shape[0], x.shape[2], x.shape[1], x.shape[3]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

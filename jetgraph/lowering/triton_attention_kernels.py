@@ -178,7 +178,6 @@ def _attend(
     key_row,
     page_row,
     out_token,
-    lse_token,
     lse_head,
     window,
     scale,
@@ -249,7 +248,7 @@ def _attend(
     at = wide(query)[:, None] * out_token + wide(head)[:, None] * D + d[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=stored)
     tl.store(
-        lse + wide(query) * lse_token + wide(head) * lse_head,
+        lse + wide(head) * lse_head + query,
         tl.where(total == 0, MINUS_INF, (peak + tl.math.log2(positive)) * LN2),
         mask=valid,
     )
@@ -259,7 +258,7 @@ def _attend(
 # Strides of tensors come in units of 8 numbers, which tells the compiler that rows start at multiples of 16 bytes.
 
 _DENSE_INTEGERS = ["first", "num_queries", "num_keys", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"]
-_DENSE_INTEGERS += ["v_batch", "v_head", "lse_group", "lse_token", "lse_head", "num_heads", "window"]
+_DENSE_INTEGERS += ["v_batch", "v_head", "num_heads", "window"]
 
 
 @triton.jit(do_not_specialize=_DENSE_INTEGERS)
@@ -281,9 +280,6 @@ def attention_kernel(
     k_token,
     v_batch,
     v_head,
-    lse_group,
-    lse_token,
-    lse_head,
     window,
     scale,
     softcap,
@@ -297,10 +293,8 @@ def attention_kernel(
     SOFTCAP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """q [B, H, n, D], k and v [B, Hkv, L, D], the latter two with one distance between keys → out [B, n, H, D].
-
-    lse [B, Hkv, …], then G heads and n queries in any order.
-    """
+    """q [B, H, n, D], k and v [B, Hkv, L, D], the latter two with one distance between keys → out [B, n, H, D] and
+    lse [B, H, n]."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most keys first
     group, batch = wide(tl.program_id(1)), wide(tl.program_id(2))
     head = group * G
@@ -310,12 +304,11 @@ def attention_kernel(
         k + batch * k_batch * 8 + group * k_head * 8,
         v + batch * v_batch * 8 + group * v_head * 8,
         out + (batch * num_queries * num_heads + head) * D,
-        lse + (batch * tl.num_programs(1) + group) * lse_group,
+        lse + (batch * num_heads + head) * num_queries,
         first + batch * num_queries,
         first,
         num_queries, num_keys, wide(q_token) * 8, wide(q_head) * 8, wide(k_token) * 8, 0, num_heads * D,
-        lse_token, lse_head,
-        window, scale, softcap,
+        num_queries, window, scale, softcap,
         G, D, BLOCK_M, BLOCK_N, BLOCK_D, 0, FIRST, WINDOWED, SOFTCAP, NATIVE,
     )  # fmt: skip
 
@@ -388,6 +381,6 @@ def paged_attention_kernel(
         table,
         table + sequence * table_row,
         num_queries, tl.load(seq_lens + sequence), wide(q_token) * 8, wide(q_head) * 8, wide(key_row) * 8,
-        wide(page_row) * 8, wide(out_token) * 8, 1, num_tokens, window, scale, softcap,
+        wide(page_row) * 8, wide(out_token) * 8, num_tokens, window, scale, softcap,
         G, D, BLOCK_M, BLOCK_N, BLOCK_D, PAGE, False, WINDOWED, SOFTCAP, NATIVE,
     )  # fmt: skip

@@ -52,15 +52,15 @@ class TritonExact:
 
         return triton_bf16_gemm.row_tile_gemm(x, weight, bias)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
         from jetgraph.lowering import triton_attention
 
-        return triton_attention.attention(q, k, v, *options)[0]
+        return triton_attention.attention(q, k, v, *options)
 
-    def attention_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, ...]:
+    def attention_backward(self, *arguments) -> tuple[Tensor, ...]:
         from jetgraph.lowering import triton_attention_backward
 
-        return triton_attention_backward.attention_backward(grad, q, k, v, *options)
+        return triton_attention_backward.attention_backward(*arguments)
 
     def paged_attention(self, q: Tensor, *arguments, out: Tensor | None = None) -> Tensor:
         """`triton_attention.paged_attention` without the log-sum-exp: what an engine calls."""
@@ -91,33 +91,32 @@ class TritonExact:
         for size, window, softcap, first in ((64, 0, 0.0, None), (128, 0, 0.0, None), (80, 50, 5.0, packed)):
             shape, options = f"attention, heads of {size}", (size**-0.5, window, softcap)
             q, k, v = attention_inputs(size, device)
-            whole = self.attention(q, k, v, *options, first)
+            whole, lse = self.attention(q, k, v, *options, first)
             if not excess(whole, q, k, v, *options, first) <= TOLERANCE:
                 return f"{shape}: further from float64 than the roundings of BF16"
             for count in COUNTS:
                 last = None if first is None else first[:, -count:]
-                if not torch.equal(self.attention(q[:, :, -count:], k, v, *options, last), whole[:, -count:]):
+                if not torch.equal(self.attention(q[:, :, -count:], k, v, *options, last)[0], whole[:, -count:]):
                     return f"{shape}: the last {count} queries differ alone and in the whole"
                 few, begin = (t[:, :, :count] for t in (q, k, v)), None if first is None else first[:, :count]
-                if not torch.equal(self.attention(*few, *options, begin), whole[:, :count]):
+                if not torch.equal(self.attention(*few, *options, begin)[0], whole[:, :count]):
                     return f"{shape}: the first {count} positions differ alone and in the whole"
             if first is not None:
-                alone = self.attention(*(t[:, :, 70:170] for t in (q, k, v)), *options, None)
+                alone, _ = self.attention(*(t[:, :, 70:170] for t in (q, k, v)), *options, None)
                 if not torch.equal(alone, whole[:, 70:170]):
                     return f"{shape}: a packed sequence differs from itself alone"
             grad = numbers((1, LONGEST, 6, size), device)
             exact = reference.attention_backward(*(t.double() for t in (grad, q, k, v)), *options, first)
-            ours = self.attention_backward(grad, q, k, v, *options, first)
-            for name, got, want in zip("qkv", ours, exact, strict=True):
-                if not (got.double() - want).norm() <= GRADIENT_TOLERANCE * want.norm():
-                    return f"{shape}: the gradient of {name} is further from float64 than the roundings of BF16"
+            wrong = wrong_gradient(self.attention_backward(grad, q, k, v, whole, lse, *options, first), exact)
+            if wrong:
+                return f"{shape}: {wrong}"
         return ""
 
     def _wrong_paging(self, device: torch.device) -> str:
         for size in (64, 128):
             q, k, v = attention_inputs(size, device)
             for page, lengths in ((16, (LONGEST, 1, 64, 130)), (32, (65, LONGEST))):
-                dense = [self.attention(*(t[:, :, :n] for t in (q, k, v)), size**-0.5)[0] for n in lengths]
+                dense = [self.attention(*(t[:, :, :n] for t in (q, k, v)), size**-0.5)[0][0] for n in lengths]
                 for chunk in (LONGEST, 1, 37):
                     counts = [min(chunk, n) for n in lengths]
                     cache, table = paged((k[0], v[0]), lengths, page)
@@ -153,9 +152,18 @@ def attention_inputs(size: int, device: torch.device) -> tuple[Tensor, Tensor, T
 def excess(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options) -> float:
     """The worst error beyond BF16's roundings of the weights and of the result, relative to Σ p |v|."""
     wide = [t.double() for t in (q, k, v)]
-    exact, magnitude = reference.attention(*wide, *options), reference.attention(*wide[:2], wide[2].abs(), *options)
+    exact, _ = reference.attention(*wide, *options)
+    magnitude, _ = reference.attention(*wide[:2], wide[2].abs(), *options)
     beyond = (out.double() - exact).abs() - ROUNDING * (exact.abs() + magnitude)
     return (beyond / magnitude.clamp_min(1e-30)).max().item()
+
+
+def wrong_gradient(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> str:
+    """Which of dq, dk and dv is wrong, in a few words; "" if none is."""
+    for name, ours, want in zip("qkv", got, exact, strict=True):
+        if not (ours.double() - want).norm() <= GRADIENT_TOLERANCE * want.norm():
+            return f"the gradient of {name} is further from float64 than the roundings of BF16"
+    return ""
 
 
 def paged(

@@ -66,7 +66,7 @@ def test_output_and_gradients_equal_a_dense_oracle_bit_for_bit(window, softcap, 
     batch = 1 if first is None else len(first)
     ours = [t.requires_grad_() for t in qkv(batch, queries=queries)]
     theirs = [t.detach().clone().requires_grad_() for t in ours]
-    out = torch.ops.jetgraph.attention(*ours, SCALE, window, softcap, first)
+    out = torch.ops.jetgraph.attention(*ours, SCALE, window, softcap, first)[0]
     expected = dense(*theirs, SCALE, window, softcap, first)
     assert torch.equal(out, expected.to(torch.bfloat16))
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
@@ -84,13 +84,26 @@ def flushed(grad):
 def test_gradients_by_finite_differences():
     first = torch.tensor([[0, 0, 2, 2, 2, 5]])
     tensors = [t.requires_grad_() for t in qkv(queries=6, keys=6, size=4, dtype=torch.float64)]
-    assert torch.autograd.gradcheck(lambda *t: torch.ops.jetgraph.attention(*t, SCALE, 3, 1.5, first), tensors)
+    assert torch.autograd.gradcheck(lambda *t: torch.ops.jetgraph.attention(*t, SCALE, 3, 1.5, first)[0], tensors)
+
+
+def test_the_log_sum_exp_is_that_of_the_visible_scores_and_has_no_gradient():
+    q, k, v = (t.requires_grad_() for t in qkv(2))
+    out, lse = torch.ops.jetgraph.attention(q, k, v, SCALE, 6, 0.0, LEFT_PADDED)
+    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * SCALE
+    i, j = torch.meshgrid(torch.arange(q.shape[2]), torch.arange(k.shape[2]), indexing="ij")
+    seen = (j <= i) & (j > i - 6) & (j >= LEFT_PADDED[:, None, :, None])
+    expected = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    assert lse.dtype is torch.float32
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="log-sum-exp has no gradient"):
+        (out.sum() + lse.nan_to_num(neginf=0.0).sum()).backward()
 
 
 def test_a_query_that_sees_nothing_gives_zeros_and_zero_gradients():
     first = torch.tensor([[9, 9, 0, 9]])
     q, k, v = (t.requires_grad_() for t in qkv(queries=4, keys=4))
-    out = torch.ops.jetgraph.attention(q, k, v, SCALE, 0, 0.0, first)
+    out = torch.ops.jetgraph.attention(q, k, v, SCALE, 0, 0.0, first)[0]
     assert out[0, [0, 1, 3]].count_nonzero() == 0
     assert out[0, 2].count_nonzero() > 0
     out.backward(torch.ones_like(out))
@@ -101,16 +114,16 @@ def test_a_query_that_sees_nothing_gives_zeros_and_zero_gradients():
 
 def test_hidden_keys_change_no_bit_of_a_row():
     q, k, v = qkv(2)
-    plain = reference.attention(q, k, v, SCALE, 6, 0.0, LEFT_PADDED)
+    plain = reference.attention(q, k, v, SCALE, 6, 0.0, LEFT_PADDED)[0]
     k[1, :, :7], v[1, :, :7] = 1e4, -1e4
-    assert torch.equal(reference.attention(q, k, v, SCALE, 6, 0.0, LEFT_PADDED), plain)
+    assert torch.equal(reference.attention(q, k, v, SCALE, 6, 0.0, LEFT_PADDED)[0], plain)
 
 
 def test_each_packed_sequence_equals_the_sequence_alone():
     q, k, v = qkv()
-    packed = reference.attention(q, k, v, SCALE, 4, 0.0, PACKED)
+    packed = reference.attention(q, k, v, SCALE, 4, 0.0, PACKED)[0]
     for start, stop in itertools.pairwise([0, 5, 14, 15, 23]):
-        alone = reference.attention(*(t[:, :, start:stop] for t in (q, k, v)), SCALE, 4)
+        alone = reference.attention(*(t[:, :, start:stop] for t in (q, k, v)), SCALE, 4)[0]
         assert torch.equal(packed[:, start:stop], alone)
 
 

@@ -5,6 +5,8 @@ The kernels' bits on a GPU are in tests/gpu/test_exact_ops.py, their indexing in
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 import subprocess
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 import jetgraph.lowering.torch_ops  # noqa: F401  (defines torch.ops.jetgraph)
-from jetgraph.lowering import reference, registry, triton_exact_provider
+from jetgraph.lowering import cuda_ops, reference, registry, triton_exact_provider
 from jetgraph.lowering.provider import Exact, Finding, Gemm, ProviderError
 from jetgraph.lowering.triton_exact_provider import TritonExact
 
@@ -62,6 +64,44 @@ def test_the_definition_runs_where_the_kernels_do_not(monkeypatch):
     registry._first.cache_clear()
 
 
+def test_cudnn_serves_plain_gradients_alone(monkeypatch):
+    found = {name: Finding(name, True, "") for name in registry.PROVIDERS}
+    monkeypatch.setattr(registry, "probe", lambda name, device: found[name])
+    registry._first.cache_clear()
+    plain = Exact("attention_backward", torch.bfloat16, 128, 4, is_plain=True)
+    assert registry.choose(plain, CUDA).name == "cudnn"
+    for other in ({"is_plain": False}, {"head_size": 80}, {"kernel": "attention"}):
+        assert registry.choose(dataclasses.replace(plain, **other), CUDA).name == "triton_exact"
+    found["cudnn"] = Finding("cudnn", False, "wrong gradient")
+    registry._first.cache_clear()
+    assert registry.choose(plain, CUDA).name == "triton_exact"
+    registry._first.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("case", "is_plain"),
+    [({}, True), ({"window": 3}, False), ({"softcap": 1.0}, False), ({"first": True}, False), ({"keys": 9}, False),
+     ({"keys": 1, "queries": 1}, False), ({"deterministic": True}, False)],
+)  # fmt: skip
+def test_what_a_plain_gradient_is(monkeypatch, case, is_plain):
+    asked = []
+
+    def choose(request, device):
+        asked.append(request)
+        return registry.PROVIDERS["reference"]
+
+    monkeypatch.setattr(registry, "choose", choose)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: case.get("deterministic", False))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    keys, queries = case.get("keys", 5), case.get("queries", 5)
+    q, k = torch.randn(1, 4, queries, 64).bfloat16(), torch.randn(1, 2, keys, 64).bfloat16()
+    first = torch.zeros(1, queries, dtype=torch.int64) if "first" in case else None
+    options = 0.125, case.get("window", 0), case.get("softcap", 0.0), first
+    out, lse = reference.attention(q, k, k, *options)
+    cuda_ops.attention_backward(out, q, k, k, out, lse, *options)
+    assert asked == [Exact("attention_backward", torch.bfloat16, 64, 2, is_plain)]
+
+
 def test_without_cuda_one_sentence(monkeypatch):  # [C3]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     finding = TritonExact().probe(CUDA)
@@ -85,18 +125,18 @@ class Definitions(TritonExact):
             out[-1, -1] += 1
         return out
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *options) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *options) -> tuple[Tensor, Tensor]:
         if self.fault == "a key of the future":
             q, v = torch.cat((q[:, :, :1], q), 2)[:, :, :-1], torch.roll(v, 1, 2)
         if self.fault == "window" and options and options[0]:
             options = (options[0] + 1, *options[1:])
-        out = reference.attention(q, k, v, scale, *options)
+        out, lse = reference.attention(q, k, v, scale, *options)
         if self.fault == "chunk" and q.shape[2] < k.shape[2]:
             out[0, -1, -1, -1] += 2.0**-7
-        return out
+        return out, lse
 
-    def attention_backward(self, *arguments) -> tuple[Tensor, ...]:
-        dq, dk, dv = reference.attention_backward(*arguments)
+    def attention_backward(self, grad, q, k, v, out, lse, *options) -> tuple[Tensor, ...]:
+        dq, dk, dv = reference.attention_backward(grad, q, k, v, *options)
         return (dq, dk * 1.02, dv) if self.fault == "scale of a gradient" else (dq, dk, dv)
 
     def paged_attention(
@@ -115,7 +155,7 @@ class Definitions(TritonExact):
             count = length - 1 if self.fault == "length" and length > 1 else length
             k, v = (c[table[row].long()].flatten(0, 1)[:count].transpose(0, 1)[None] for c in (key_cache, value_cache))
             queries = q[starts[row] : starts[row + 1]][-count:]
-            part = reference.attention(queries.transpose(0, 1)[None], k, v, *options)[0]
+            part = reference.attention(queries.transpose(0, 1)[None], k, v, *options)[0][0]
             parts.append(torch.cat((part, part[:1]))[: starts[row + 1] - starts[row]])
         return torch.cat(parts) if out is None else out.copy_(torch.cat(parts))
 
@@ -164,7 +204,7 @@ def test_kernels_in_the_interpreter():
 
 
 POINTERS = dict.fromkeys(("x", "weight", "bias", "out", "q", "k", "v", "grad", "dq", "dk", "dv"), "*bf16")
-POINTERS |= dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("first", "last"), "*i64")
+POINTERS |= dict.fromkeys(("lse", "rows"), "*fp32") | dict.fromkeys(("first", "last"), "*i64")
 POINTERS |= dict.fromkeys(("table", "seq_lens", "starts"), "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
 HEADS = {"G": 4, "D": 64, "BLOCK_D": 64, "WINDOWED": False, "SOFTCAP": False, "NATIVE": True}
 

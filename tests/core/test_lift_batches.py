@@ -117,7 +117,7 @@ def lifted_attention(first, *, rows_are_sequences=True, window=4):
 
     def call(q, k, v, starts):
         given = None if first is None else starts
-        return torch.ops.jetgraph.attention(q, k, v, 0.5, window, 2.0, given)
+        return torch.ops.jetgraph.attention(q, k, v, 0.5, window, 2.0, given)[0]
 
     ops = record_graph(make_fx(call)(*tensors, starts))
     builder = TermBuilder()

@@ -326,7 +326,7 @@ def test_asking_for_what_is_not_there(probes):
 
 def test_findings_are_one_line_for_each_provider():
     rows = registry.findings(CPU)
-    names = ["deep_gemm", "cublaslt", "triton", "triton_fused", "triton_exact", "reference"]
+    names = ["deep_gemm", "cublaslt", "triton", "triton_fused", "cudnn", "triton_exact", "reference"]
     assert [name for name, _ in rows] == names
     assert all("\n" not in line and line.startswith(("usable: ", "refused: ")) for _, line in rows)
 

@@ -70,15 +70,15 @@ def test_attention_of_a_chunk_is_attention_of_the_whole(positions):
     chunk, length = positions
     generator = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(1, h, length, 64, generator=generator).bfloat16() for h in (9, 3, 3))
-    whole = reference.attention(q, k, v, 0.125)
-    part = reference.attention(q[:, :, -chunk:], k, v, 0.125)
+    whole = reference.attention(q, k, v, 0.125)[0]
+    part = reference.attention(q[:, :, -chunk:], k, v, 0.125)[0]
     assert torch.equal(part, whole[:, -chunk:])
     extended = (
         torch.cat([k, torch.full_like(k[:, :, :3], 1e4)], 2),
         torch.cat([v, torch.full_like(v[:, :, :3], 1e4)], 2),
     )
     longer = torch.cat([q, q[:, :, :3]], 2)
-    assert torch.equal(reference.attention(longer, *extended, 0.125)[:, :length], whole)  # the future adds nothing
+    assert torch.equal(reference.attention(longer, *extended, 0.125)[0][:, :length], whole)  # the future adds nothing
 
 
 def test_attention_against_a_float64_oracle():
@@ -87,9 +87,9 @@ def test_attention_against_a_float64_oracle():
     expected = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True, scale=0.125
     )
-    got = reference.attention(q, k, v, 0.125).transpose(1, 2)
+    got = reference.attention(q, k, v, 0.125)[0].transpose(1, 2)
     assert torch.equal(got, expected.to(torch.bfloat16))
     assert torch.autograd.gradcheck(
-        lambda *qkv: torch.ops.jetgraph.attention(*qkv, 0.125),
+        lambda *qkv: torch.ops.jetgraph.attention(*qkv, 0.125)[0],
         [torch.randn(1, h, 5, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)],
     )

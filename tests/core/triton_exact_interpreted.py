@@ -87,7 +87,7 @@ def test_attention(case):
     options = sizes[-1] ** -0.5, window, softcap, first
     got, lse = triton_attention.attention(q, k, v, *options, **WIDE, **SMALL)
     wide = [t.double() for t in (q, k, v)]
-    assert (got - reference.attention(*wide, *options)).abs().max() < EPSILON
+    assert (got - reference.attention(*wide, *options)[0]).abs().max() < EPSILON
     scores = wide[0] @ wide[1].repeat_interleave(sizes[2], 1).mT * options[0]
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     exact = scores.masked_fill(reference._hidden_keys(q, k, window, first)[:, :, 0], float("-inf")).logsumexp(-1)
@@ -101,7 +101,8 @@ def test_gradients(case):
     inputs = qkv(*sizes)
     grad = numbers(sizes[0], sizes[3], sizes[1], sizes[5], seed=7)
     options = sizes[-1] ** -0.5, window, softcap, first
-    got = triton_attention_backward.attention_backward(grad, *inputs, *options, **WIDE, tiles=GRADIENT_TILES)
+    forward = triton_attention.attention(*inputs, *options, **WIDE, **SMALL)
+    got = triton_attention_backward.attention_backward(grad, *inputs, *forward, *options, **WIDE, tiles=GRADIENT_TILES)
     for ours, exact in zip(got, reference.attention_backward(*(t.double() for t in (grad, *inputs)), *options),
                            strict=True):  # fmt: skip
         assert (ours - exact).abs().max() < 16 * EPSILON  # sums of up to 40 queries' gradients

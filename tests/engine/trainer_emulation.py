@@ -44,7 +44,7 @@ class RowTileLinear(nn.Module):
 
 
 def reference_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-    return torch.ops.jetgraph.attention(query, key, value, scaling), None
+    return torch.ops.jetgraph.attention(query, key, value, scaling)[0], None
 
 
 class Trainer:
