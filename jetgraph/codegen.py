@@ -33,6 +33,7 @@ EXACT = VIEWS | {
     *(_aten._to_copy.default, _aten.clone.default, _aten.cat.default, _aten.copy.default, _aten.alias.default),
     *(_aten.expand.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default, _aten.squeeze.dim),
     *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.sym_size.int),
+    *(_aten.index_select.default, _aten.embedding.default),
     _aten.rsqrt.default,  # one instruction of the hardware, for both
 }
 """What Inductor's kernels compute with ATen's bits."""
@@ -50,7 +51,7 @@ class Execution:
     """One graph and what executes it.
 
     Private torch API used (same in 2.11–2.13): compile_fx_inner, select_decomp_table, inductor's config,
-    node.meta["low_precision_pointwise_barrier"].
+    node.meta["low_precision_pointwise_barrier"], torch._C._AutoDispatchBelowAutograd.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any], kind: str, codegen: str) -> None:
@@ -78,14 +79,19 @@ class Execution:
         return "inductor-exact" if self.is_forward and self.compared else "inductor"
 
     def run(self, args: list[Any], *, captured: bool = False) -> Any:
-        """The graph's results; ``args`` are emptied if nobody else needs them.  ``captured``: somebody records them."""
-        if self._generated is None:
-            return self.graph.forward(*_taken(args))
-        if not self.is_forward:
-            return self.graph.forward(*_taken(args)) if captured else self._generated(args)
-        if self.compared and not captured:
-            return self._generated(args)
-        return self._compare(args)
+        """The graph's results; ``args`` are emptied if nobody else needs them.  ``captured``: somebody records them.
+
+        Nothing in a lowered graph is differentiated, so autograd is not asked at every operator: the host needs a third
+        less time for a step of a decoder block.
+        """
+        with torch._C._AutoDispatchBelowAutograd():
+            if self._generated is None:
+                return self.graph.forward(*_taken(args))
+            if not self.is_forward:
+                return self.graph.forward(*_taken(args)) if captured else self._generated(args)
+            if self.compared and not captured:
+                return self._generated(args)
+            return self._compare(args)
 
     def _compare(self, args: list[Any]) -> Any:
         assert self._generated is not None

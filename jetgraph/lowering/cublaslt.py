@@ -70,7 +70,8 @@ class CublasLt:
             return shifted(a.new_zeros((num_rows, num_out), dtype=torch.float32), bias)
         missing = -num_rows % ROW_MULTIPLE
         left, right = whole_groups(a, missing), whole_groups(b)
-        left_scale = column_major(F.pad(a_scale.expand(num_rows, -1), (0, 0, 0, missing)))
+        left_scale = a_scale.expand(num_rows, -1)
+        left_scale = column_major(F.pad(left_scale, (0, 0, 0, missing)) if missing else left_scale)
         if b_rows == 1:
             right_scale, kind = column_major(b_scale), F.ScalingType.BlockWise1x128
         else:

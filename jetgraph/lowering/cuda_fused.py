@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jetgraph.lowering import registry
+from jetgraph.lowering.operators import on_cuda
 from jetgraph.lowering.provider import Fused
 from jetgraph.lowering.triton_fused_provider import LIMIT
 
@@ -57,4 +58,4 @@ def silu_mul_backward_quantize(dy: Tensor, gate: Tensor, up: Tensor, group: int,
 for _kernel in (
     quantize_rows_and_tokens, rms_norm_quantize, inverse_rms, silu_mul_quantize, silu_mul_backward_quantize,
 ):  # fmt: skip
-    torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)
+    on_cuda(_kernel)

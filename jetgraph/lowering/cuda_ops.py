@@ -14,6 +14,7 @@ from torch import Tensor
 
 import jetgraph.lowering.torch_ops  # noqa: F401  (defines the operators)
 from jetgraph.lowering import reference, registry
+from jetgraph.lowering.operators import on_cuda
 from jetgraph.lowering.provider import Exact, Gemm, Quantizer
 
 
@@ -112,4 +113,4 @@ def _exact(request: Exact, device: torch.device, usual: bool) -> Any:
 for _kernel in (
     quantize, quantize_tokens, requantize_tokens, fp8_gemm, row_mean, row_tile_gemm, attention, attention_backward,
 ):  # fmt: skip
-    torch.library.register_kernel(f"jetgraph::{_kernel.__name__}", "cuda", _kernel)
+    on_cuda(_kernel)

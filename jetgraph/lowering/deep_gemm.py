@@ -77,7 +77,8 @@ class DeepGemm:
             return out
         missing = max(0, LEAST_WGRAD_ROWS - num_rows)
         left, right = whole_groups(a, missing), whole_groups(b)
-        left_scale = library.get_mn_major_tma_aligned_tensor(F.pad(a_scale, (0, 0, 0, missing)))
+        left_scale = F.pad(a_scale, (0, 0, 0, missing)) if missing else a_scale.contiguous()
+        left_scale = library.get_mn_major_tma_aligned_tensor(left_scale)
         right_scale = library.get_mn_major_tma_aligned_tensor(b_scale.contiguous())
         out = a.new_zeros((num_rows + missing, num_out), dtype=torch.float32)
         operands = (left, left_scale), (right, right_scale)

@@ -5,8 +5,9 @@ quantisers.  On CUDA a kernel that gives their bits runs instead, if the registr
 `jetgraph.passes.fuse` puts them into graphs; the lifter reads them as the terms of their definitions (`lift.fused`).
 
 Shapes: x, residual [..., C] BF16, weight [C] BF16; T the product of the leading sizes; codes [T, C] and scales
-[T, ⌈C/group⌉] grouped along the features, codes_t [C, T] and scales_t [C, ⌈T/group⌉] along the tokens.  What a caller
-does not ask for comes back with no elements.  ``rule`` is (qmax, amax_floor, division, power_of_two).
+[T, ⌈C/group⌉] grouped along the features, codes_t [C, T] and scales_t [C, ⌈T/group⌉] (its strides are (1, C)) along the
+tokens.  What a caller does not ask for comes back with no elements.  ``rule`` is (qmax, amax_floor, division,
+power_of_two).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import jetgraph.lowering.torch_ops
 from jetgraph.lowering import fused_reference
+from jetgraph.lowering.operators import Operator
 
 
 def _both_fake(x: Tensor, group: int, tokens: bool) -> tuple[Tensor, ...]:
@@ -25,10 +27,10 @@ def _both_fake(x: Tensor, group: int, tokens: bool) -> tuple[Tensor, ...]:
     scales = x.new_empty((num_tokens, groups), dtype=torch.float32)
     if not tokens:
         return codes, scales, codes.new_empty((0, size)), scales.new_empty((0, groups))
-    return codes, scales, codes.new_empty((size, num_tokens)), scales.new_empty((size, token_groups))
+    return codes, scales, codes.new_empty((size, num_tokens)), scales.new_empty((token_groups, size)).t()
 
 
-@torch.library.custom_op("jetgraph::quantize_rows_and_tokens", mutates_args=())
+@Operator
 def quantize_rows_and_tokens(
     x: Tensor, group: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,7 +43,7 @@ def _(x, group, qmax, amax_floor, division, power_of_two):
     return _both_fake(x, group, True)
 
 
-@torch.library.custom_op("jetgraph::rms_norm_quantize", mutates_args=())
+@Operator
 def rms_norm_quantize(
     x: Tensor,
     residual: Tensor | None,
@@ -70,7 +72,7 @@ def _(x, residual, weight, eps, own_mean, tokens, group, qmax, amax_floor, divis
     return s, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), *_both_fake(x, group, tokens)
 
 
-@torch.library.custom_op("jetgraph::inverse_rms", mutates_args=())
+@Operator
 def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
     """1/√(mean(x²) + eps) [..., 1] FP32; ``own_mean`` as of `rms_norm_quantize`."""
     return fused_reference.inverse_rms(x, eps, own_mean)
@@ -81,7 +83,7 @@ def _(x, eps, own_mean):
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("jetgraph::silu_mul_quantize", mutates_args=())
+@Operator
 def silu_mul_quantize(
     gate: Tensor,
     up: Tensor,
@@ -101,7 +103,7 @@ def _(gate, up, tokens, group, qmax, amax_floor, division, power_of_two):
     return _both_fake(gate, group, tokens)
 
 
-@torch.library.custom_op("jetgraph::silu_mul_backward_quantize", mutates_args=())
+@Operator
 def silu_mul_backward_quantize(
     dy: Tensor,
     gate: Tensor,

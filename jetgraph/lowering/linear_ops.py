@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import jetgraph.lowering.torch_ops  # noqa: F401  (registers the primitives)
+from jetgraph.lowering.operators import Operator
 from jetgraph.lowering.provider import Gemm
 from jetgraph.lowering.torch_ops import scale_arguments
 from jetgraph.policy import LinearPrecision, WgradSource
@@ -42,14 +43,14 @@ def along_tokens(precision: Precision) -> bool:
     return precision.scale.granularity != Granularity.per_tensor()
 
 
-@torch.library.custom_op("jetgraph::linear", mutates_args=())
+@Operator
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
     """FPROP: Q(x) · Q(weight)ᵀ + bias, accumulated in FP32 and rounded once to BF16."""
     p = parsed(precision)
     return ops.fp8_gemm(*_quantized(x, p.activation), *_quantized(weight, p.weight), bias, *gemm_grid("fprop", p))
 
 
-@torch.library.custom_op("jetgraph::linear_dgrad", mutates_args=())
+@Operator
 def linear_dgrad(dy: Tensor, weight: Tensor, precision: str) -> Tensor:
     """DGRAD: Q(dy) · Q(weight) → dx [T, K]; the weight's codes are FPROP's, read transposed."""
     p = parsed(precision)
@@ -57,7 +58,7 @@ def linear_dgrad(dy: Tensor, weight: Tensor, precision: str) -> Tensor:
     return ops.fp8_gemm(*_quantized(dy, p.gradient), codes.t(), scale.t(), None, *gemm_grid("dgrad", p))
 
 
-@torch.library.custom_op("jetgraph::linear_wgrad", mutates_args=())
+@Operator
 def linear_wgrad(dy: Tensor, x: Tensor, precision: str) -> Tensor:
     """WGRAD: Q(dy)ᵀ · Q(x) → dW [N, K], both operands grouped along the tokens."""
     p = parsed(precision)

@@ -30,6 +30,9 @@ ROW_INVARIANT = frozenset(
     {
         "jetgraph::quantize",
         "jetgraph::fp8_gemm",
+        "jetgraph::fp8_gemm.deep_gemm",
+        "jetgraph::fp8_gemm.triton",
+        "jetgraph::row_mean",
         "jetgraph::row_tile_gemm",
         "jetgraph::attention",
         "aten::mean",
@@ -45,7 +48,9 @@ ROW_INVARIANT = frozenset(
 )
 """Kernels, by the name a graph gives them, whose rows do not depend on the other rows of the call.
 
-Ours by construction (above); those of ATen work on each row on its own and were measured on the shapes of the tests."""
+Ours by construction (above); those of ATen work on each row on its own and were measured on the shapes of the tests.
+DeepGEMM's was measured (docs/kernels.md); a probe that finds rows depending on their number keeps a provider out of the
+forward pass."""
 
 
 # ---------------------------------------------------------------------------------------------------- quantising
@@ -84,6 +89,15 @@ def quantize(
         codes = blocks * (1.0 / scale if division == "mul1/s" else qmax / amax)[:, None, :, None]
     codes = codes.clamp_(-qmax, qmax).to(E4M3).reshape(padded.shape)
     return codes[:num_rows, :num_cols].contiguous(), scale
+
+
+def quantize_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
+    """x [T, C] in groups along the tokens: codes [C, T] and scales [C, ⌈T/group⌉], the latter [⌈T/group⌉, C] in memory.
+
+    So a group's scales lie beside each other, as they are made, and as the library GEMMs of WGRAD want them.
+    """
+    codes, scale = quantize(x.t(), 1, group, *rule)
+    return codes, scale.t().contiguous().t()
 
 
 def num_blocks(size: int, block: int) -> int:

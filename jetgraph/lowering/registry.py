@@ -60,10 +60,10 @@ class Reference:
         return reference.quantize(x, *arguments)
 
     def quantize_tokens(self, x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
-        return reference.quantize(x.t(), 1, group, *rule)
+        return reference.quantize_tokens(x, group, *rule)
 
     def requantize_tokens(self, codes: Tensor, scale: Tensor, cols: int, group: int, *rule) -> tuple[Tensor, Tensor]:
-        return reference.quantize(reference.dequantize(codes, scale, 1, cols).t(), 1, group, *rule)
+        return reference.quantize_tokens(reference.dequantize(codes, scale, 1, cols), group, *rule)
 
     def fp8_gemm(
         self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, b_rows: int, group: int

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jetgraph.lowering import reference
+from jetgraph.lowering.operators import Operator
 from jetgraph.lowering.weight_codes import codes_of
 from jetgraph.precision import Scale
 
@@ -27,7 +28,7 @@ def _grid(size: int | torch.SymInt, block: int) -> int | torch.SymInt:
     return (size + block - 1) // block if block else 1
 
 
-@torch.library.custom_op("jetgraph::quantize", mutates_args=())
+@Operator
 def quantize(
     x: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ def _(x, rows, cols, qmax, amax_floor, division, power_of_two):
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
-@torch.library.custom_op("jetgraph::quantize_weight", mutates_args=())
+@Operator
 def quantize_weight(
     weight: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
@@ -56,21 +57,21 @@ def _(weight, rows, cols, qmax, amax_floor, division, power_of_two):
     return weight.new_empty(weight.shape, dtype=E4M3), scale
 
 
-@torch.library.custom_op("jetgraph::quantize_tokens", mutates_args=())
+@Operator
 def quantize_tokens(
     x: Tensor, group: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """x [T, C] → codes [C, T], scales [C, ⌈T/group⌉]: groups along the tokens, stored token-contiguous for WGRAD."""
-    return reference.quantize(x.t(), 1, group, qmax, amax_floor, division, power_of_two)
+    """x [T, C] → codes [C, T], scales [C, ⌈T/group⌉], whose strides are (1, C): groups along the tokens, for WGRAD."""
+    return reference.quantize_tokens(x, group, qmax, amax_floor, division, power_of_two)
 
 
 @quantize_tokens.register_fake
 def _(x, group, qmax, amax_floor, division, power_of_two):
     codes = x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3)
-    return codes, x.new_empty((x.shape[1], _grid(x.shape[0], group)), dtype=torch.float32)
+    return codes, x.new_empty((_grid(x.shape[0], group), x.shape[1]), dtype=torch.float32).t()
 
 
-@torch.library.custom_op("jetgraph::requantize_tokens", mutates_args=())
+@Operator
 def requantize_tokens(
     codes: Tensor,
     scale: Tensor,
@@ -83,16 +84,16 @@ def requantize_tokens(
 ) -> tuple[Tensor, Tensor]:
     """codes [T, C] grouped 1 x cols → codes [C, T] grouped along the tokens; a second quantisation of saved codes."""
     x = reference.dequantize(codes, scale, 1, cols)
-    return reference.quantize(x.t(), 1, group, qmax, amax_floor, division, power_of_two)
+    return reference.quantize_tokens(x, group, qmax, amax_floor, division, power_of_two)
 
 
 @requantize_tokens.register_fake
 def _(codes, scale, cols, group, qmax, amax_floor, division, power_of_two):
     out = codes.new_empty((codes.shape[1], codes.shape[0]))
-    return out, scale.new_empty((codes.shape[1], _grid(codes.shape[0], group)))
+    return out, scale.new_empty((_grid(codes.shape[0], group), codes.shape[1])).t()
 
 
-@torch.library.custom_op("jetgraph::fp8_gemm", mutates_args=())
+@Operator
 def fp8_gemm(
     a: Tensor,
     a_scale: Tensor,
@@ -116,7 +117,7 @@ def _(a, a_scale, b, b_scale, bias, b_rows, group, provider=""):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
 
 
-@torch.library.custom_op("jetgraph::row_tile_gemm", mutates_args=())
+@Operator
 def row_tile_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """BF16 x [..., K] @ weight [N, K].T (+ bias [N]), row-invariant, accumulated in FP32 and rounded once."""
     return reference.row_tile_gemm(x, weight, bias)
@@ -127,7 +128,7 @@ def _(x, weight, bias=None):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("jetgraph::row_mean", mutates_args=())
+@Operator
 def row_mean(x: Tensor) -> Tensor:
     """FP32 x [..., C] → [..., 1]: means of rows, each of which has the same bits whatever other rows there are."""
     return x.mean(-1, keepdim=True)
@@ -161,7 +162,7 @@ def _linear_gradient(ctx, grad):
 row_tile_gemm.register_autograd(_linear_gradient, setup_context=_save_linear)
 
 
-@torch.library.custom_op("jetgraph::attention", mutates_args=())
+@Operator
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +179,7 @@ def _(q, k, v, scale, window=0, softcap=0.0, first=None):
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("jetgraph::attention_backward", mutates_args=())
+@Operator
 def attention_backward(
     grad: Tensor,
     q: Tensor,

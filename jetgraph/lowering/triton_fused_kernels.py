@@ -23,7 +23,6 @@ from jetgraph.lowering.triton_words import (
 )
 
 GROUP_WORDS = tl.constexpr(64)
-TOKENS_A_TILE = tl.constexpr(128)
 
 
 @triton.jit
@@ -140,15 +139,14 @@ def quantize_tile(
         rows = tl.arange(0, 4 * FOURTH)
         tl.store(tile_at(scales, row, num_groups, group) + rows * num_groups, scale, mask=rows < rows_left)
     if TOKENS:
-        num_token_groups = tl.cdiv(num_rows, TOKENS_A_TILE)
         if WHOLE:
             codes_t = tile_at(codes_t, column * 2, num_rows // 16 * 4, tile_row * FOURTH)
         else:
             codes_t = tile_at(codes_t, column * 2, num_rows, row)
-        scales_t = tile_at(scales_t, column * 2, num_token_groups, tile_row)
+        scales_t = tile_at(scales_t, tile_row, num_words * 2, column * 2)
         store_token_codes(
             tile[0], tile[1], tile[2], tile[3], fourths, words, codes_t, scales_t, rows_left, words_left, num_rows,
-            num_token_groups, qmax, qmax_inverse, amax_floor,
+            qmax, qmax_inverse, amax_floor,
             WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
         )  # fmt: skip
 

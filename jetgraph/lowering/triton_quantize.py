@@ -193,11 +193,12 @@ LANES = {"rows": (16, 1), "block": (1, 4), "tokens": (16, 1)}
 
 
 def _empty(x: Tensor, rows: int, cols: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x [R, C], to be stored [R, C] or transposed."""
+    """Codes and scales of x [R, C]; ``transposed``: codes are stored [C, R], and scales, seen so, stay as they lie."""
     num_rows, num_cols = x.shape
-    shapes = [(num_rows, num_cols), (-(-num_rows // rows), -(-num_cols // cols))]
-    codes, scales = (shape[::-1] if transposed else shape for shape in shapes)
-    return x.new_empty(codes, dtype=E4M3), x.new_empty(scales, dtype=torch.float32)
+    scales = x.new_empty((-(-num_rows // rows), -(-num_cols // cols)), dtype=torch.float32)
+    if transposed:
+        return x.new_empty((num_cols, num_rows), dtype=E4M3), scales.t()
+    return x.new_empty((num_rows, num_cols), dtype=E4M3), scales
 
 
 def _rule_arguments(rule: tuple, native: bool) -> dict:

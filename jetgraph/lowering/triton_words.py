@@ -241,7 +241,6 @@ def _store_token_codes_of(
     num_tokens,
     num_features,
     code_tokens,
-    num_token_groups,
     qmax,
     qmax_inverse,
     amax_floor,
@@ -271,7 +270,7 @@ def _store_token_codes_of(
             tokens = fourths * 4 + i
             at = codes_t + (features[:, None] * code_tokens + tokens[None, :])
             store(at, (code >> (8 * i)).to(tl.uint8), features, tokens, num_features, num_tokens, False)
-    tl.store(scales_t + features * num_token_groups, scale, mask=features < num_features)
+    tl.store(scales_t + features, scale, mask=features < num_features)
 
 
 @triton.jit
@@ -287,7 +286,6 @@ def store_token_codes(
     num_tokens,
     num_words,
     code_tokens,
-    num_token_groups,
     qmax,
     qmax_inverse,
     amax_floor,
@@ -313,11 +311,11 @@ def store_token_codes(
         amax_left, amax_right = tl.max(left, axis=0), tl.max(right, axis=0)
     _store_token_codes_of(
         low(w0), low(w1), low(w2), low(w3), amax_left, fourths, words * 2, codes_t, scales_t,
-        num_tokens, num_words * 2, code_tokens, num_token_groups, qmax, qmax_inverse, amax_floor,
+        num_tokens, num_words * 2, code_tokens, qmax, qmax_inverse, amax_floor,
         WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip
     _store_token_codes_of(
         high(w0), high(w1), high(w2), high(w3), amax_right, fourths, words * 2 + 1, codes_t, scales_t,
-        num_tokens, num_words * 2, code_tokens, num_token_groups, qmax, qmax_inverse, amax_floor,
+        num_tokens, num_words * 2, code_tokens, qmax, qmax_inverse, amax_floor,
         WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip

@@ -316,7 +316,7 @@ def test_attention_gradients(heads, options, order_of_sums):
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("length", [1, 2, 127, 2048])
+@pytest.mark.parametrize("length", [2, 127, 2048])
 def test_cudnn_computes_plain_gradients(size, length):
     """From our output and log-sum-exp; heads 4 to one of keys, as models share them."""
     finding = registry.probe("cudnn", DEVICE)
