@@ -113,16 +113,18 @@ def figures(case: Case, repeats: int) -> list[Row]:
 
 
 def together(model: str, tokens: int, repeats: int) -> list[Row]:
-    """q, k, v and gate, up: the time of one GEMM over the sum of several."""
+    """q, k, v and gate, up: the time of one GEMM over the sum of several; DGRAD's sums of several are not counted."""
     sizes, device, rows = MODELS[model], registry.this_device(), []
     hidden, q, kv, inner = sizes["hidden"], sizes["q"], sizes["kv"], sizes["inner"]
     for name, parts in (("q, k, v", (q, kv, kv)), ("gate, up", (inner, inner))):
-        for role in ("FPROP", "WGRAD"):
-            is_forward = role == "FPROP"
+        for role in ("FPROP", "DGRAD", "WGRAD"):
 
-            def run(n: int, is_forward=is_forward):
-                gemm, count = (Gemm(n, hidden), tokens) if is_forward else (Gemm(hidden, 0, 1), n)
-                depth = hidden if is_forward else tokens
+            def run(n: int, role=role):
+                gemm, count, depth = {
+                    "FPROP": (Gemm(n, hidden), tokens, hidden),
+                    "DGRAD": (Gemm(hidden, n, is_dgrad=True), tokens, n),
+                    "WGRAD": (Gemm(hidden, 0, 1), n, tokens),
+                }[role]
                 a, b = quantized(count, depth, 1), quantized(gemm.num_out, depth, gemm.b_rows)
                 provider = registry.choose(gemm, device)
                 return lambda: provider.fp8_gemm(*a, *b, None, gemm.b_rows, 128)
@@ -131,11 +133,9 @@ def together(model: str, tokens: int, repeats: int) -> list[Row]:
             times = interleaved(
                 {"one": run(sum(parts)), "several": lambda s=several: [call() for call in s]}, device, 2, repeats
             )
-            rows.append(
-                Row.fact(
-                    f"{role} {model} {name}, {tokens:,} tokens: one GEMM over several", times["one"] / times["several"]
-                )
-            )
+            label = f"{role} {model} {name}, {tokens:,} tokens"
+            rows.append(Row.fact(f"{label}: one GEMM over several", times["one"] / times["several"]))
+            rows.append(Row.fact(f"{label}: saved by one GEMM", times["several"] - times["one"], "ms"))
     return rows
 
 
@@ -144,7 +144,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="all by default")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--only-together", action="store_true", help="only one GEMM against several")
     options = parser.parse_args()
+    if options.only_together:
+        rows = [row for m in options.model or MODELS for n in (64, 8192) for row in together(m, n, options.repeats)]
+        return report(rows, options.json, device_name())
     models, start = options.model or list(MODELS), time.perf_counter()
     every = list(cases(models))
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
