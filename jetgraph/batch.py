@@ -50,7 +50,11 @@ class Sequences:
 
     @classmethod
     def of(cls, positions: Tensor, real: Tensor) -> Sequences:
-        """A token starts a sequence if nothing real is before it or its position does not follow its neighbour's."""
+        """A token starts a sequence if nothing real is before it or its position does not follow its neighbour's.
+
+        What is seen is compared on the CPU, wherever the step runs.
+        """
+        positions, real = positions.cpu(), real.cpu()
         index = torch.arange(positions.shape[1]).expand_as(positions)
         follows = torch.zeros_like(real)
         follows[:, 1:] = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
@@ -64,7 +68,7 @@ class Sequences:
 
     def recognise(self, tensor: Tensor) -> SequenceStarts | SequenceMask | None:
         """What this tensor of the captured step is seen to hold, for every token that is no padding; else None."""
-        shape = self.starts.shape
+        shape, tensor = self.starts.shape, tensor.cpu()
         if tensor.dtype is torch.int64 and tensor.shape == shape:
             return SequenceStarts() if torch.equal(tensor[self.real], self.starts[self.real]) else None
         if tensor.ndim == 4 and tensor.shape[1] == 1 and tensor.shape[0] in (1, shape[0]):

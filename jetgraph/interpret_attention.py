@@ -64,5 +64,5 @@ def _stock_options(node: Node, batch: Batch) -> dict:
     scale, window, _ = _options(node)
     mask = batch.masks.get(window)
     if mask is not None and mask.dtype is torch.bool:  # as torch's own scaled_dot_product_attention converts it
-        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16, device=mask.device).masked_fill(~mask, float("-inf"))
     return {"is_causal": mask is None and node.attr("mask") == "causal", "attn_mask": mask, "scale": scale}

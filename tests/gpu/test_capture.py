@@ -1,0 +1,35 @@
+"""A step that runs on the GPU is captured there: its graph means what the CPU's means, however its sequences lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import jetgraph
+from jetgraph.trainer import capture_step
+from tests.core.small_models import random_ids, random_model
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 0, 1, 2, 3, 4, 5, 6]])
+LEFT = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 11])
+BATCHES = {
+    "one": ((1, 53), {}),
+    "two": ((2, 29), {}),
+    "packed": ((1, 17), {"position_ids": PACKED}),
+    "padded left": ((2, 11), {"attention_mask": LEFT}),
+}
+
+
+@pytest.mark.parametrize("policy", ["jet", "bf16"])
+def test_the_gpu_captures_the_terms_that_the_cpu_captures(policy):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+    def terms(device: str, shape: tuple[int, int], options: dict) -> list[tuple]:
+        model = jetgraph.compile(random_model("qwen3").to(device), policy)
+        given = {name: value.to(device) for name, value in options.items()}
+        graph = capture_step(model.jetgraph, random_ids(model, *shape).to(device), **given).graph
+        assert graph.meta["unknown"] == []
+        return sorted((n.op, str(n.attrs), str(n.type), n.fqn, n.phase.value) for n in graph.nodes)
+
+    for name, (shape, options) in BATCHES.items():
+        assert terms("cuda", shape, options) == terms("cpu", shape, options), name
