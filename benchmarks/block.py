@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ from jetgraph.lowering import registry
 from jetgraph.lowering.provider import Gemm, Quantizer
 
 LENGTH = 2048
+SETTLE_SECONDS = 0.3
+"""Of each arm before it is measured, so that it has the clocks of its own load."""
 RULE = (448.0, 1e-12, "div", False)
 BARS = {("train", "bf16"): 1.40, ("train", "torchao"): 1.15, ("forward", "bf16"): 1.55}
 PAPER = {("train", "bf16"): 1.54, ("forward", "bf16"): 1.80}
@@ -142,6 +145,18 @@ def exactness(label: str, arm: Arm, x: torch.Tensor) -> Row:
     return Row(f"{label}: numbers that no_grad computes otherwise", num_different, "", "= 0", num_different == 0)
 
 
+def host_time(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Median milliseconds that the host takes to launch ``call``; above the device's time the device waits."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * median(times)
+
+
 def figures(
     arms: dict[str, Arm], sizes: dict[str, int], batch: int, length: int, device: torch.device,
     turns: int, repeats: int, bars: bool,
@@ -151,7 +166,7 @@ def figures(
     rows = without_broken_peers(arms, lambda arm: arm.step(x, dy))
     rows += [exactness(f"{label}, {arm.name}", arm, x) for name, arm in arms.items() if name.startswith("jet")]
     trained: dict[str, Callable[[], object]] = {n: lambda a=arm: a.step(x, dy) for n, arm in arms.items()}
-    times = {"train": interleaved(trained, device, turns, repeats)}
+    times = {"train": interleaved(trained, device, turns, repeats, SETTLE_SECONDS)}
     forward: dict[str, Callable[[], object]] = {n: lambda a=arm: a.forward(x) for n, arm in arms.items()}
     times["forward"] = {}
     ours = [n for n in arms if n.startswith("jet")]
@@ -160,10 +175,17 @@ def figures(
         for name in ours:  # weights are held for one model at a time; its peers run in the same turns
             with ExitStack() as held:
                 held.enter_context(arms[name].hold())
-                times["forward"] |= interleaved({n: forward[n] for n in [*peers, name]}, device, turns, repeats)
+                times["forward"] |= interleaved(
+                    {n: forward[n] for n in [*peers, name]}, device, turns, repeats, SETTLE_SECONDS
+                )
     bound = limit(sizes, batch, length, device, max(2, repeats // 2))
     for kind, what in (("train", "forward+backward"), ("forward", "no_grad forward")):
         rows += [Row.fact(f"{label}, {what}: {arms[n].name}", t, "ms") for n, t in times[kind].items()]
+        if kind == "train":
+            rows += [
+                Row.fact(f"{label}, {what}, launched by the host: {arms[n].name}", host_time(trained[n], device), "ms")
+                for n in arms
+            ]
         for name in ours:
             for peer in ("bf16", "torchao"):
                 if peer not in arms:

@@ -147,10 +147,10 @@ def numbers(batch: int, length: int, sizes: dict[str, int], device: torch.device
     return x.bfloat16().to(device), (dy / length).bfloat16().to(device)
 
 
-def time_of(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+def time_of(call: Callable[[], object], device: torch.device, repeats: int, settle_seconds: float = 0.0) -> float:
     """Median milliseconds of ``call``: device time on a GPU, wall time elsewhere."""
     if device.type == "cuda":
-        return milliseconds(call, repeats, 2)
+        return milliseconds(call, repeats, 2, settle_seconds)
     call()
     seconds = []
     for _ in range(repeats):
@@ -161,11 +161,11 @@ def time_of(call: Callable[[], object], device: torch.device, repeats: int) -> f
 
 
 def interleaved(
-    calls: dict[str, Callable[[], object]], device: torch.device, turns: int, repeats: int
+    calls: dict[str, Callable[[], object]], device: torch.device, turns: int, repeats: int, settle_seconds: float = 0.0
 ) -> dict[str, float]:
     """Median of ``turns`` medians for each call; the calls take turns, there and back."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns):
         for name in list(calls)[:: 1 if turn % 2 == 0 else -1]:
-            times[name].append(time_of(calls[name], device, repeats))
+            times[name].append(time_of(calls[name], device, repeats, settle_seconds))
     return {name: median(values) for name, values in times.items()}

@@ -128,6 +128,7 @@ def plain_rows(tokens: int, features: int) -> tuple[list[Row], float]:
     kernels = {
         "1x128": (3 + 4 / GROUP, lambda: triton_quantize.quantize(x, 1, GROUP, *RULE)),
         "128x128": (3, lambda: triton_quantize.quantize(x, GROUP, GROUP, *RULE)),
+        "128x128, transposed": (3, lambda: triton_fused.quantize_transposed(x, GROUP, *RULE)),
         "128x1, transposed": (3 + 4 / GROUP, lambda: triton_quantize.quantize_tokens(x, GROUP, *RULE)),
     }
     codes = x.to(torch.float8_e4m3fn)

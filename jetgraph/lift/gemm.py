@@ -123,6 +123,14 @@ def _rows(lift: Lifter, x: Value) -> int:
     return x.term
 
 
+@handles("jetgraph.quantize_transposed", "jetgraph.quantize_weight_transposed")
+def _quantize_transposed(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    x, rows, cols, *rule = args
+    scale = Scale(Granularity(rows or None, cols or None), _rule(*rule))
+    return _halves(lift.builder.quantize(_rows(lift, x), scale, "jetgraph::quantize"), True)
+
+
 @handles("jetgraph.quantize_tokens")
 def _quantize_tokens(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs)

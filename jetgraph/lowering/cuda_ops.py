@@ -23,6 +23,11 @@ def quantize(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
         return registry.choose(Quantizer(rows, cols, rule), x.device).quantize(x, rows, cols, *rule)
 
 
+def quantize_transposed(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device(x.device):
+        return registry.choose(Quantizer(rows, cols, rule), x.device).quantize_transposed(x, rows, cols, *rule)
+
+
 def quantize_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(x.device):
         return registry.choose(Quantizer(group, 1, rule), x.device).quantize_tokens(x, group, *rule)
@@ -111,6 +116,7 @@ def _exact(request: Exact, device: torch.device, usual: bool) -> Any:
 
 
 for _kernel in (
-    quantize, quantize_tokens, requantize_tokens, fp8_gemm, row_mean, row_tile_gemm, attention, attention_backward,
+    quantize, quantize_transposed, quantize_tokens, requantize_tokens, fp8_gemm, row_mean, row_tile_gemm, attention,
+    attention_backward,
 ):  # fmt: skip
     on_cuda(_kernel)

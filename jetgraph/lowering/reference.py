@@ -100,6 +100,12 @@ def quantize_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
     return codes, scale.t().contiguous().t()
 
 
+def quantize_transposed(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
+    """`quantize`, codes stored [C, R] and scales [⌈C/cols⌉, ⌈R/rows⌉]: of a weight, what DGRAD multiplies with."""
+    codes, scale = quantize(x, rows, cols, *rule)
+    return codes.t().contiguous(), scale.t().contiguous()
+
+
 def num_blocks(size: int, block: int) -> int:
     """Blocks, and so scales, along an axis; the last may be ragged.  `block` 0 is the whole axis, even an empty one."""
     return -(-size // block) if block else 1

@@ -47,7 +47,9 @@ class Reference:
 
     name: str = "reference"
     kernels: frozenset[str] = (
-        frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"}) | FUSED | EXACT
+        frozenset({"quantize", "quantize_transposed", "quantize_tokens", "requantize_tokens", "fp8_gemm"})
+        | FUSED
+        | EXACT
     )
 
     def probe(self, device: torch.device) -> Finding:
@@ -58,6 +60,9 @@ class Reference:
 
     def quantize(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
         return reference.quantize(x, *arguments)
+
+    def quantize_transposed(self, x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+        return reference.quantize_transposed(x, *arguments)
 
     def quantize_tokens(self, x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
         return reference.quantize_tokens(x, group, *rule)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from jetgraph.lowering import reference
+from jetgraph.lowering.cublaslt import dense
 from jetgraph.lowering.operators import Operator
-from jetgraph.lowering.weight_codes import codes_of
+from jetgraph.lowering.weight_codes import are_held, codes_of
 from jetgraph.precision import Scale
 
 E4M3 = torch.float8_e4m3fn
@@ -55,6 +56,38 @@ def quantize_weight(
 def _(weight, rows, cols, qmax, amax_floor, division, power_of_two):
     scale = weight.new_empty((_grid(weight.shape[0], rows), _grid(weight.shape[1], cols)), dtype=torch.float32)
     return weight.new_empty(weight.shape, dtype=E4M3), scale
+
+
+@Operator
+def quantize_transposed(
+    x: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """x [R, C] → codes [C, R] and scales [⌈C/cols⌉, ⌈R/rows⌉]: `quantize`'s, stored transposed, as DGRAD reads them."""
+    return reference.quantize_transposed(x, rows, cols, qmax, amax_floor, division, power_of_two)
+
+
+@quantize_transposed.register_fake
+def _(x, rows, cols, qmax, amax_floor, division, power_of_two):
+    scale = x.new_empty((_grid(x.shape[1], cols), _grid(x.shape[0], rows)), dtype=torch.float32)
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3), scale
+
+
+@Operator
+def quantize_weight_transposed(
+    weight: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """`quantize_transposed` of a parameter; while weights are held, the codes of `quantize_weight`, transposed."""
+    arguments = rows, cols, qmax, amax_floor, division, power_of_two
+    if not are_held():
+        return torch.ops.jetgraph.quantize_transposed(weight, *arguments)
+    codes, scale = torch.ops.jetgraph.quantize_weight(weight, *arguments)
+    return dense(codes.t()), scale.t().contiguous()
+
+
+@quantize_weight_transposed.register_fake
+def _(weight, rows, cols, qmax, amax_floor, division, power_of_two):
+    scale = weight.new_empty((_grid(weight.shape[1], cols), _grid(weight.shape[0], rows)), dtype=torch.float32)
+    return weight.new_empty((weight.shape[1], weight.shape[0]), dtype=E4M3), scale
 
 
 @Operator

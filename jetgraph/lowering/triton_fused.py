@@ -95,7 +95,7 @@ def _edges(num_rows: int, num_features: int, height: int = GROUP, width: int = G
 
 def _quantize_tiles(
     source: tl.constexpr, a: Tensor, b: Tensor, r: Tensor, out: Codes, rule: tuple, tile: Tile, native: bool,
-    rows: bool = True, tokens: bool = True, way: int = DIVISION.value,
+    rows: bool = True, tokens: bool = True, blocks: bool = False, way: int = DIVISION.value,
 ) -> None:  # fmt: skip
     num_rows, num_features = a.shape
     if not a.numel():
@@ -106,8 +106,8 @@ def _quantize_tiles(
     programs = triton.cdiv(num_rows, height) * triton.cdiv(num_features, GROUP)
     tile_kernel[(programs,)](
         a_words, b_words, r, *_stored(out, edges["WHOLE"]), num_rows, num_features // UNIT, a_units, b_units,
-        SOURCE=source.value, ROWS=rows, TOKENS=tokens, FOURTH=height // 4, WAY=way if native else DIVISION.value,
-        **edges, **tile.options(), **_arguments(rule, native),
+        SOURCE=source.value, ROWS=rows, TOKENS=tokens, BLOCKS=blocks, FOURTH=height // 4,
+        WAY=way if native else DIVISION.value, **edges, **tile.options(), **_arguments(rule, native),
     )  # fmt: skip
 
 
@@ -127,8 +127,20 @@ def quantize_tokens(
     return out[2:]
 
 
+def quantize_transposed(
+    x: Tensor, group: int, *rule, tile: Tile = TOKENS_TILE, native: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`jetgraph::quantize_transposed` of x [R, C] in square blocks, for what `serves_tokens` says."""
+    num_rows, num_features = x.shape
+    codes = x.new_empty((num_features, num_rows), dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((-(-num_features // group), -(-num_rows // group)), dtype=torch.float32)
+    out = (*_empty(x[:0], 1, GROUP, False), codes, scale)
+    _quantize_tiles(PLAIN, x, x, scale, out, rule, tile, native, rows=False, blocks=True)
+    return codes, scale
+
+
 def serves_tokens(x: Tensor, group: int, *rule) -> bool:
-    """Whether `quantize_tokens` is for x [T, C], and reads it where it lies."""
+    """Whether `quantize_tokens` and `quantize_transposed` are for x [T, C], and read it where it lies."""
     usual = x.dtype is torch.bfloat16 and group == GROUP and x.shape[1] % 16 == 0 and x.shape[0] < LIMIT
     return usual and rule[1] / rule[0] >= LEAST_SCALE and in_place(x)
 

@@ -98,6 +98,7 @@ def quantize_tile(
     amax_floor,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FOURTH: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -107,7 +108,10 @@ def quantize_tile(
     SATURATES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Codes along the features (ROWS), along the tokens (TOKENS), of 4·FOURTH tokens x 128 features."""
+    """Codes along the features (ROWS), along the tokens (TOKENS), of 4·FOURTH tokens x 128 features.
+
+    BLOCKS: what is stored along the tokens has one scale a tile.
+    """
     num_words = units * 4
     num_groups = tl.cdiv(num_words, GROUP_WORDS)
     row, column = tile_row * (4 * FOURTH), group * GROUP_WORDS
@@ -143,11 +147,14 @@ def quantize_tile(
             codes_t = tile_at(codes_t, column * 2, num_rows // 16 * 4, tile_row * FOURTH)
         else:
             codes_t = tile_at(codes_t, column * 2, num_rows, row)
-        scales_t = tile_at(scales_t, tile_row, num_words * 2, column * 2)
+        if BLOCKS:
+            scales_t = tile_at(scales_t, group, tl.cdiv(num_rows, 4 * FOURTH), tile_row)
+        else:
+            scales_t = tile_at(scales_t, tile_row, num_words * 2, column * 2)
         store_token_codes(
             tile[0], tile[1], tile[2], tile[3], fourths, words, codes_t, scales_t, rows_left, words_left, num_rows,
             qmax, qmax_inverse, amax_floor,
-            WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            BLOCKS, WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
         )  # fmt: skip
 
 
@@ -170,6 +177,7 @@ def tile_kernel(
     SOURCE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FOURTH: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -183,7 +191,7 @@ def tile_kernel(
     tile_row, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
     quantize_tile(
         SOURCE, a, b, b, r, codes, scales, codes_t, scales_t, tile_row, group, num_rows, units, a_units, b_units,
-        b_units, qmax, qmax_inverse, amax_floor, ROWS, TOKENS, FOURTH, WHOLE, EVEN, WAY,
+        b_units, qmax, qmax_inverse, amax_floor, ROWS, TOKENS, BLOCKS, FOURTH, WHOLE, EVEN, WAY,
         DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip
 
@@ -233,12 +241,12 @@ def silu_mul_backward_kernel(
             GATE_GRADIENT, gate, dy, up, dy, gate_codes, gate_scales, gate_codes_t, gate_scales_t,
             place // num_groups, place % num_groups, num_rows, units, gate_units, dy_units, up_units,
             qmax, qmax_inverse, amax_floor,
-            True, True, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            True, True, False, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
         )  # fmt: skip
     if not SPLIT or turn == 1:
         quantize_tile(
             UP_GRADIENT, gate, dy, dy, dy, up_codes, up_scales, up_codes_t, up_scales_t,
             place // num_groups, place % num_groups, num_rows, units, gate_units, dy_units, dy_units,
             qmax, qmax_inverse, amax_floor,
-            True, True, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+            True, True, False, FOURTH, WHOLE, EVEN, WAY, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
         )  # fmt: skip

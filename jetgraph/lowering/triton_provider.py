@@ -22,7 +22,9 @@ class TritonKernels:
     """Quantisers bit-equal to the reference, and a block-scaled GEMM whose tile is the same for every M."""
 
     name: str = "triton"
-    kernels: frozenset[str] = frozenset({"quantize", "quantize_tokens", "requantize_tokens", "fp8_gemm"})
+    kernels: frozenset[str] = frozenset(
+        {"quantize", "quantize_transposed", "quantize_tokens", "requantize_tokens", "fp8_gemm"}
+    )
 
     def probe(self, device: torch.device) -> Finding:
         if importlib.util.find_spec("triton") is None:
@@ -54,6 +56,14 @@ class TritonKernels:
 
         return triton_quantize.quantize(x, *arguments)
 
+    def quantize_transposed(self, x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
+        from jetgraph.lowering import triton_fused, triton_quantize, triton_transpose
+
+        if rows == cols and triton_fused.serves_tokens(x, rows, *rule) and not words_refusal(x.device):
+            return triton_fused.quantize_transposed(x, rows, *rule)
+        codes, scale = triton_quantize.quantize(x, rows, cols, *rule)
+        return triton_transpose.transpose_codes(codes), scale.t().contiguous()
+
     def quantize_tokens(self, x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
         from jetgraph.lowering import triton_fused, triton_quantize
 
@@ -75,7 +85,7 @@ class TritonKernels:
 
 @cache
 def words_refusal(device: torch.device) -> str:
-    """Why `triton_fused.quantize_tokens` does not run on ``device``; "" if its bytes are the plain ones."""
+    """Why `triton_fused` quantises neither tokens nor weights on ``device``; "" if its bytes are the plain ones."""
     from jetgraph.lowering import triton_fused, triton_quantize
 
     missing = missing_hopper(device)
@@ -85,6 +95,9 @@ def words_refusal(device: torch.device) -> str:
         for shape, rule in TEST_CASES:
             x = exercises(*shape, rule, device)[0][1][0]
             fast, plain = (k.quantize_tokens(x, GROUP, *rule) for k in (triton_fused, triton_quantize))
+            codes, scale = triton_quantize.quantize(x, GROUP, GROUP, *rule)
+            fast += triton_fused.quantize_transposed(x, GROUP, *rule)
+            plain += codes.t(), scale.t()
             if not all(map(same_bits, fast, plain)):
                 return f"it differs in bits, of {list(shape)} by {rule}"
     except Exception as error:  # whatever a compiler throws at its first use; the plain one needs no more than before

@@ -244,6 +244,7 @@ def _store_token_codes_of(
     qmax,
     qmax_inverse,
     amax_floor,
+    BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     DIVISION: tl.constexpr,
@@ -270,7 +271,10 @@ def _store_token_codes_of(
             tokens = fourths * 4 + i
             at = codes_t + (features[:, None] * code_tokens + tokens[None, :])
             store(at, (code >> (8 * i)).to(tl.uint8), features, tokens, num_features, num_tokens, False)
-    tl.store(scales_t + features, scale, mask=features < num_features)
+    if BLOCKS:
+        tl.store(scales_t + features * 0, scale, mask=features == 0)
+    else:
+        tl.store(scales_t + features, scale, mask=features < num_features)
 
 
 @triton.jit
@@ -289,6 +293,7 @@ def store_token_codes(
     qmax,
     qmax_inverse,
     amax_floor,
+    BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     DIVISION: tl.constexpr,
@@ -297,6 +302,8 @@ def store_token_codes(
     NATIVE: tl.constexpr,
 ):
     """Quantise four tensors of words, together one group of tokens, along the tokens; codes stored [C, T].
+
+    BLOCKS: one scale for all.
 
     ``fourths`` [R] are a quarter of the tokens of w0; ``codes_t`` points at the tile, whose rows are ``code_tokens``
     apart.
@@ -309,13 +316,16 @@ def store_token_codes(
         left = tl.maximum(tl.maximum(m0 << 16, m1 << 16), tl.maximum(m2 << 16, m3 << 16))
         right = tl.maximum(tl.maximum(m0 & -65536, m1 & -65536), tl.maximum(m2 & -65536, m3 & -65536))
         amax_left, amax_right = tl.max(left, axis=0), tl.max(right, axis=0)
+    if BLOCKS:
+        amax_left = amax_left * 0 + tl.max(tl.maximum(amax_left, amax_right), axis=0)
+        amax_right = amax_left
     _store_token_codes_of(
         low(w0), low(w1), low(w2), low(w3), amax_left, fourths, words * 2, codes_t, scales_t,
         num_tokens, num_words * 2, code_tokens, qmax, qmax_inverse, amax_floor,
-        WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        BLOCKS, WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip
     _store_token_codes_of(
         high(w0), high(w1), high(w2), high(w3), amax_right, fourths, words * 2 + 1, codes_t, scales_t,
         num_tokens, num_words * 2, code_tokens, qmax, qmax_inverse, amax_floor,
-        WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
+        BLOCKS, WHOLE, EVEN, DIVISION, POWER_OF_TWO, SATURATES, NATIVE,
     )  # fmt: skip

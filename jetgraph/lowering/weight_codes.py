@@ -100,6 +100,10 @@ def hold(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Held]:
         _active = None
 
 
+def are_held() -> bool:
+    return _active is not None
+
+
 def codes_of(weight: Tensor, arguments: tuple, quantize: Callable[[Tensor], Codes]) -> Codes:
     """Codes of ``weight`` by ``quantize`` with ``arguments`` (its grid and rule), from what is held if it is there."""
     return quantize(weight) if _active is None else _active.codes(weight, arguments, quantize)

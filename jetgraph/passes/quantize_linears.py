@@ -103,11 +103,15 @@ class _Quantizer:
         key = ("weight", source, forward, arguments)
         if key not in self.made:
             with self.graph.inserting_before(gemm.node):
-                target = ops.quantize_weight if source.op == "placeholder" else ops.quantize  # else a cast of a master
+                is_parameter = source.op == "placeholder"  # else a cast of a master
+                if forward:
+                    target = ops.quantize_weight if is_parameter else ops.quantize
+                else:
+                    target = ops.quantize_weight_transposed if is_parameter else ops.quantize_transposed
                 node = edit.call(self.graph, target.default, (source, *arguments), gemm.node, forward)
                 node.meta["jetgraph_reason"] = precision.reason
             self.made[key] = edit.results(self.graph, node, 2)
-        return self.made[key] if forward else self._transposed(self.made[key], gemm.node)  # type: ignore[return-value]
+        return self.made[key]  # type: ignore[return-value]
 
     def grouped(self, source: Node, precision: LinearPrecision, like: Node, *, activation: bool) -> tuple[Node, Node]:
         """An operand of WGRAD: codes [C, T] and their scales."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -186,3 +187,27 @@ def test_steps_with_held_weights_train_the_same_model():  # [A5]
             optimizer.step()
     for (name, a), b in zip(plain.named_parameters(), held.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_dgrad_reads_the_same_codes_transposed():
+    """Afresh, and of what is held, which is not quantised again."""
+    weight = torch.nn.Parameter(torch.randn(200, 136, generator=torch.Generator().manual_seed(3)).bfloat16())
+    codes, scale = torch.ops.jetgraph.quantize_weight(weight, *JET)
+    for context in (contextlib.nullcontext(), hold([("weight", weight)])):
+        with context as held:
+            torch.ops.jetgraph.quantize_weight(weight, *JET)
+            codes_t, scale_t = torch.ops.jetgraph.quantize_weight_transposed(weight, *JET)
+            assert held is None or held.num_quantized == 1
+        assert codes_t.is_contiguous()
+        assert scale_t.is_contiguous()
+        assert torch.equal(codes_t.view(torch.uint8), codes.t().view(torch.uint8))
+        assert torch.equal(scale_t, scale.t())
+
+
+@pytest.mark.parametrize("name", ["quantize", "quantize_transposed", "quantize_weight_transposed", "quantize_tokens"])
+def test_quantisers_pass_torchs_own_checks(name):
+    """Shapes, dtypes and strides are those that a compiled graph was promised; no result is an argument's memory."""
+    x = torch.randn(130, 200, generator=torch.Generator().manual_seed(4)).bfloat16()
+    arguments = JET[1:] if name == "quantize_tokens" else JET
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops.jetgraph, name), (x, *arguments), test_utils=checks)

@@ -44,6 +44,11 @@ def both(x: Tensor, rule: tuple = JET) -> tuple[Tensor, ...]:
     return *reference.quantize(x, 1, 128, *rule), *reference.quantize(x.t(), 1, 128, *rule)
 
 
+def transposed_blocks(x: Tensor, rule: tuple = JET) -> tuple[Tensor, Tensor]:
+    codes, scale = reference.quantize(x, 128, 128, *rule)
+    return codes.t(), scale.t()
+
+
 def numpy_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     """1 / (1 + exp(-x)) and x / (1 + exp(-x)) in FP32."""
     wide = x.float()
@@ -62,6 +67,7 @@ def poisoned(x: Tensor) -> Tensor:
 def test_every_rule(rule):
     x = numbers(6, 144)
     assert_same(triton_fused.quantize_rows_and_tokens(x, 128, *rule, **LOW), both(x, rule))
+    assert_same(triton_fused.quantize_transposed(x, 128, *rule, **LOW), transposed_blocks(x, rule))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,6 +76,7 @@ def test_both_ways_of_any_view(shape):
     for view in (poisoned(x), x.t().contiguous().t()):
         assert_same(triton_fused.quantize_rows_and_tokens(view, 128, *JET, **LOW), both(x))
     assert_same(triton_fused.quantize_tokens(x, 128, *JET, **LOW), both(x)[2:])
+    assert_same(triton_fused.quantize_transposed(poisoned(x), 128, *JET, **LOW), transposed_blocks(x))
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)

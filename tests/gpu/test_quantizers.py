@@ -59,6 +59,8 @@ def test_every_scale_rule_gives_the_reference_bytes(rule):  # [Q3, N3, Q8]
         assert_same(kernels.quantize_tokens(x.to(DEVICE), 128, *rule), tokens)
     both = triton_fused.quantize_rows_and_tokens(x.to(DEVICE), 128, *rule)
     assert_same(both, (*reference.quantize(x, 1, 128, *rule), *tokens))
+    transposed = reference.quantize_transposed(x, 128, 128, *rule)
+    assert_same(triton_fused.quantize_transposed(x.to(DEVICE), 128, *rule), transposed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -132,6 +134,8 @@ def test_odd_geometry(tokens, features):  # [K7, K16, P9]
         assert_same(triton_quantize.quantize(x.to(DEVICE), rows, cols, *JET), reference.quantize(x, rows, cols, *JET))
     both = triton_fused.quantize_rows_and_tokens(x.to(DEVICE), 128, *JET)
     assert_same(both, (*reference.quantize(x, 1, 128, *JET), *reference.quantize(x.t(), 1, 128, *JET)))
+    transposed = torch.ops.jetgraph.quantize_transposed(x.to(DEVICE), 128, 128, *JET)  # whoever the registry chooses
+    assert_same(transposed, reference.quantize_transposed(x, 128, 128, *JET))
     assert (torch.ones(3, device=DEVICE) + 1).sum().item() == 6  # no sticky error
 
 
