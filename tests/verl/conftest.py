@@ -21,6 +21,16 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> Path:
+    """SmolLM2's first two layers, with its tokenizer."""
+    from examples.rl.grpo import cut
+    from jetgraph.models import write_smollm2
+
+    source = write_smollm2(Path(__file__).parents[2] / ".cache" / "smollm2")
+    return cut(source, tmp_path_factory.mktemp("cut"), 2)
+
+
+@pytest.fixture(scope="session")
 def composed(model_folder) -> Callable:
     """``composed(*overrides)``: the configuration of `jetgraph_verl.main_ppo` with what a jet run needs, and more."""
     spec = importlib.util.find_spec("verl")
