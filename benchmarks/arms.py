@@ -238,15 +238,37 @@ def write_model(folder: Path, layers: int, *, tiny: bool = False, device: str = 
 
 def without_plugin(exported: Path, folder: Path) -> Path:
     """The exported block-FP8 checkpoint as stock engines read it: the same tensors, no word of jetgraph."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((exported / "config.json").read_text())
     del config["quantization_config"]["jetgraph"]
+    return _same_tensors(exported, folder, config)
+
+
+def with_stock_operators(exported: Path, folder: Path) -> Path:
+    """The exported checkpoint whose linears alone are ours (``ops: stock``): the same tensors."""
+    config = json.loads((exported / "config.json").read_text())
+    config["quantization_config"]["jetgraph"]["ops"] = "stock"
+    return _same_tensors(exported, folder, config)
+
+
+def _same_tensors(exported: Path, folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in exported.iterdir():
         link = folder / file.name
         if file.name != "config.json" and not link.exists():
             link.symlink_to(file.resolve())
     return folder
+
+
+def cache_options(folder: Path, tokens: int) -> dict[str, Any]:
+    """Of `vllm.LLM` on a GPU that several engines share: a K/V cache for ``tokens`` tokens, and no measuring of memory.
+
+    vLLM measures what is free to size its cache, and refuses if another process allocates meanwhile.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * size * 2 * 2  # K and V, BF16
+    return {"kv_cache_memory_bytes": max(per_token * tokens * 11 // 10, 1 << 28), "gpu_memory_utilization": 0.05}
 
 
 if __name__ == "__main__":

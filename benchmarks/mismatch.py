@@ -23,12 +23,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.arms import write_model
+from benchmarks.arms import cache_options, write_model
 from benchmarks.gpu_time import device_name
 from benchmarks.report import Row, report
+from benchmarks.rollout import BLOCK
 from jetgraph.engines import RolloutPlan
 from jetgraph.mismatch import Mismatch, Pairs, join, pair
 from jetgraph.modes import Side, demo_prompts
@@ -70,16 +72,27 @@ def measure(name: str, pairing: Pairing, model: Path, plan: RolloutPlan, work: P
     def say(text: str) -> None:
         print(f"{name}: {text}", flush=True)
 
+    options: dict[str, Any] = {"quantization": pairing.quantization} if pairing.quantization else {}
+    if device == "cuda":
+        tokens = sum(len(prompt) + plan.max_tokens + BLOCK for prompt in plan.prompts)
+        options |= {**cache_options(model, tokens), **on_gpu(pairing.engine, len(plan.prompts))}
     engine = run_engine(
-        model, pairing.engine.policy, "vllm", work, stock=pairing.engine.stock, plans=[plan], say=say,
-        options={"quantization": pairing.quantization} if pairing.quantization else None,
-    )  # fmt: skip
+        model, pairing.engine.policy, "vllm", work, stock=pairing.engine.stock, plans=[plan], say=say, options=options
+    )
     rollouts = engine.rollouts[plan.name]
     provider = "stock" if pairing.trainer.stock else "reference"
     trainer = run_trainer(
         model, pairing.trainer.policy, provider, rollouts={plan.name: rollouts}, device=device, say=say
     )
     return join([_pair(*both) for both in zip(rollouts, trainer.logprobs[plan.name], strict=True)])
+
+
+def on_gpu(engine: Side, rows: int) -> dict[str, Any]:
+    """The configuration that rolls out: a stock engine's own default, ours in CUDA graphs."""
+    sizes = sorted({1 << i for i in range(rows.bit_length())} | {rows})
+    if engine.stock:
+        return {"custom_ops": [], "compilation": {"mode": 3, "cudagraph_capture_sizes": sizes}}
+    return {"compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}}
 
 
 def _pair(rollout: Rollout, scored: Sequence[float]) -> Pairs:

@@ -6,7 +6,7 @@ A random model of Qwen3-8B's sizes, random prompts of 256 tokens, sampled at tem
 - bf16: stock vLLM on the BF16 folder;
 - fp8: stock vLLM on the block-FP8 checkpoint that jetgraph exports, read without jetgraph;
 - jet: our plugin, its linears alone (``ops: stock``), the fastest form;
-- jet, batch-invariant: our plugin's exact operators, one result a row whatever the batch.
+- jet, batch-invariant: our plugin's exact operators, one result a row whatever the batch, without a setting of vLLM's.
 
 A turn asks every arm the same, in an order that rotates; a figure is the median over turns, and ratios are medians of
 each turn's own ratio, so that a clock that drifts touches both sides.  An arm that refuses to start says why and is
@@ -19,6 +19,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm, ArmFailed, without_plugin, write_model
+from benchmarks.arms import Arm, ArmFailed, cache_options, with_stock_operators, without_plugin, write_model
 from benchmarks.gpu_time import device_name
 from benchmarks.report import Row, report
 from jetgraph.export import export_checkpoint
@@ -34,6 +35,8 @@ from jetgraph.export import export_checkpoint
 ARMS = ("bf16", "fp8", "jet", "jet, batch-invariant")
 BATCHES = (1, 64, 512)
 PROMPT, TOKENS, TURNS = 256, 128, 5
+BLOCK = 16
+"""Tokens of a page of the cache: a sequence's last page is not full."""
 AGAINST_FP8, AGAINST_BF16, INVARIANT = 0.98, 1.25, 0.90
 """Ours beside stock FP8, ours beside BF16 at batch 64 and 512, batch-invariant beside our fastest."""
 
@@ -42,27 +45,22 @@ def folders(work: Path, layers: int, *, tiny: bool) -> dict[str, Path]:
     """What each arm serves, made once and kept in ``work``."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = write_model(work / "bf16", layers, tiny=tiny, device=device)
-    exported = {}
-    for ops in ("stock", "exact"):
-        exported[ops] = work / f"jet-{ops}"
-        if not (exported[ops] / "config.json").is_file():
-            export_checkpoint(model, exported[ops], "jet", ops=ops)
+    exact = work / "jet-exact"
+    if not (exact / "config.json").is_file():
+        export_checkpoint(model, exact, "jet", device=device)
     return {
         "bf16": model,
-        "fp8": without_plugin(exported["stock"], work / "fp8"),
-        "jet": exported["stock"],
-        "jet, batch-invariant": exported["exact"],
+        "fp8": without_plugin(exact, work / "fp8"),
+        "jet": with_stock_operators(exact, work / "jet-stock"),
+        "jet, batch-invariant": exact,
     }
 
 
 def setup(name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"folder": str(folder), "ours": name.startswith("jet"), "options": options}
-    if "invariant" in name and torch.cuda.is_available():
-        found["environment"] = {"VLLM_BATCH_INVARIANT": "1"}
-    return found
+    return {"folder": str(folder), "ours": name.startswith("jet"), "options": options}
 
 
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def engine_options(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The same for every arm; on one GPU they share its memory."""
     options: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -73,24 +71,31 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": arguments.eager,
     }
     if torch.cuda.is_available():
-        options["gpu_memory_utilization"] = 0.9 / len(arguments.arms)
+        rows = max(arguments.batches)
+        options |= cache_options(folder, rows * (arguments.prompt + arguments.tokens + BLOCK))
+        sizes = sorted({1 << i for i in range(rows.bit_length())} | set(arguments.batches))
+        options["compilation_config"] = {} if arguments.eager else {"cudagraph_capture_sizes": sizes}
     return options
 
 
 def started(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Arm]:
-    """The arms that start, each warmed up by one small batch."""
+    """The arms that start, each warmed up by one small batch; on a GPU they start together."""
     served = folders(arguments.work, arguments.layers, tiny=arguments.tiny)
-    arms = {}
-    for name in arguments.arms:
+
+    def start(name: str) -> Arm | None:
         try:
-            arm = stack.enter_context(Arm(name, setup(name, served[name], engine_options(arguments))))
+            arm = Arm(name, setup(name, served[name], engine_options(arguments, served[name])))
+            stack.callback(arm.close)
             arm.ask({"do": "generate", "batch": 2, "prompt": arguments.prompt, "tokens": 4})
         except ArmFailed as refused:
             print(f"left out: {refused}", flush=True)
-            continue
+            return None
         print(f"{name}: started in {arm.started['start_seconds']:.0f} s", flush=True)
-        arms[name] = arm
-    return arms
+        return arm
+
+    with ThreadPoolExecutor(len(arguments.arms) if torch.cuda.is_available() else 1) as pool:
+        arms = dict(zip(arguments.arms, pool.map(start, arguments.arms), strict=True))
+    return {name: arm for name, arm in arms.items() if arm is not None}
 
 
 def measure(arms: dict[str, Arm], batch: int, arguments: argparse.Namespace) -> dict[str, list[float]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm
+from benchmarks.arms import Arm, cache_options
 from benchmarks.gpu_time import device_name
 from benchmarks.report import Row, report
 from benchmarks.rollout import folders, setup
@@ -42,7 +42,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, list[dict[str,
         "enable_prefix_caching": True,
     }  # fmt: skip
     if torch.cuda.is_available():
-        engine["gpu_memory_utilization"] = 0.3
+        engine |= cache_options(served[name], 4 * 256)
     found = {}
     for place in options.staging:
         with Arm(name, setup(name, served[name], engine)) as arm:

@@ -32,12 +32,17 @@ from jetgraph.precision import BF16, Granularity
 
 
 def export_checkpoint(
-    model_dir: str | Path, out_dir: str | Path, policy: str | Policy = "jet", ops: str = "exact"
+    model_dir: str | Path,
+    out_dir: str | Path,
+    policy: str | Policy = "jet",
+    ops: str = "exact",
+    device: torch.device | str = "cpu",
 ) -> Path:
     """Export a Hugging Face folder for the rollout of ``policy``; returns ``out_dir``.
 
     Args:
         ops: ``exact`` asks the plugin for the trainer's operators (norm, rotary, activation, attention, head).
+        device: where weights are quantised; the codes are the same everywhere.
 
     Raises:
         ValueError: the folder is no causal LM's, has no safetensors, is quantised already, or has a weight to quantise
@@ -59,7 +64,8 @@ def export_checkpoint(
     for name, value in read_tensors(source):
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in linears:
-            tensors |= export_linear(name, value, linears[module])
+            exported = export_linear(name, value.to(device), linears[module])
+            tensors |= {each: tensor.cpu() for each, tensor in exported.items()}
         else:
             tensors |= export_linear(name, value, LinearPrecision())
     missing = [f"{name}.weight" for name, p in linears.items() if p.quantized and f"{name}.weight" not in tensors]

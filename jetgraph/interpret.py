@@ -48,6 +48,23 @@ class Product(NamedTuple):
         return out.float()
 
 
+class Fp8Product(NamedTuple):
+    """Quantised operands of a GEMM that a provider's kernel computes on a GPU; it too rounds after a bias."""
+
+    a: Quantized
+    b: Quantized
+    b_rows: int
+    group: int
+    provider: str
+
+    def rounded(self, bias: Tensor | None = None) -> Tensor:
+        """FP32 numbers a @ b.T (+ bias [N]), rounded once to BF16."""
+        operands = *self.a, *self.b, bias, self.b_rows, self.group
+        return torch.ops.jetgraph.fp8_gemm(*operands, self.provider).float()
+
+
+PENDING = (Product, Fp8Product)
+
 Attend = Callable[[Node, int, Tensor, Tensor, Tensor], Tensor]
 """(node, how many attention nodes came before, q [T, H·D], k and v [T, Hkv·D]) → [T, H·D]"""
 
@@ -118,9 +135,9 @@ def _dense(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
-def _plus_bias(node: Node, *inputs: Tensor | Product) -> Tensor:
+def _plus_bias(node: Node, *inputs: Tensor | Product | Fp8Product) -> Tensor:
     """The sum that a kernel makes before it rounds."""
-    products = [x for x in inputs if isinstance(x, Product)]
+    products = [x for x in inputs if isinstance(x, PENDING)]
     rows = [x for x in inputs if isinstance(x, Tensor)]
     if len(products) != 1 or rows[0].shape[0] != 1:
         raise InterpretError(f"add of {node.fqn}: a product that its kernel does not round is added to no bias")
@@ -144,6 +161,8 @@ class Run:
         batch: Batch = ONE_SEQUENCE,
     ) -> None:
         self.graph, self.leaves, self.attend, self.batch = graph, leaves, attend, batch
+        tensors = (x.codes if isinstance(x, Quantized) else x for x in leaves.values())
+        self.device = next((x.device for x in tensors), torch.device("cpu"))
         self.values: dict[int, Any] = {}
         self.num_attentions = 0
         self.live = graph.ancestors(wanted)
@@ -160,10 +179,10 @@ class Run:
 
     def evaluate(self, index: int, node: Node) -> Any:
         inputs = [self.values[i] for i in node.inputs]
-        if any(isinstance(x, Product) for x in inputs):
+        if any(isinstance(x, PENDING) for x in inputs):
             if node.op == "add":
                 return _plus_bias(node, *inputs)
-            inputs = [x.rounded() if isinstance(x, Product) else x for x in inputs]
+            inputs = [x.rounded() if isinstance(x, PENDING) else x for x in inputs]
         if node.op in _UNARY:
             return _UNARY[node.op](_dense(inputs[0]))
         if node.op in _BINARY:
@@ -193,7 +212,7 @@ class Run:
         return value if len(node.type.shape) == 2 else value.reshape(1, -1)
 
     def _const(self, node: Node) -> Tensor:
-        return torch.tensor([[node.attr("value")]], dtype=torch.float32)
+        return torch.tensor([[node.attr("value")]], dtype=torch.float32, device=self.device)
 
     # --------------------------------------------------------------------------------------------------- arrangement
 
@@ -257,7 +276,10 @@ class Run:
     # ---------------------------------------------------------------------------------------------------- reductions
 
     def _mean(self, node: Node, x: Tensor) -> Tensor:
-        return x.float().reshape(x.shape[0], -1, node.attr("size")).mean(-1)  # type: ignore[arg-type]
+        rows = x.float().reshape(x.shape[0], -1, node.attr("size"))  # type: ignore[arg-type]
+        if node.kernel == "jetgraph::row_mean":
+            return torch.ops.jetgraph.row_mean(rows.contiguous())[..., 0]
+        return rows.mean(-1)
 
     def _sum(self, node: Node, x: Tensor, tokens: bool = False) -> Tensor:
         sizes, reduced = node.attr("sizes"), node.attr("reduced")
@@ -290,7 +312,7 @@ class Run:
             x = reference.dequantize(*x, held.granularity.rows or 0, held.granularity.cols or 0)
         return Quantized(*reference.quantize(x, *scale_arguments(scale)))
 
-    def _gemm(self, node: Node, a: Tensor | Quantized, b: Tensor | Quantized) -> Tensor | Product:
+    def _gemm(self, node: Node, a: Tensor | Quantized, b: Tensor | Quantized) -> Tensor | Product | Fp8Product:
         contraction = str(node.attr("contraction"))
         if isinstance(a, Quantized) and isinstance(b, Quantized):
             return self._fp8_gemm(node, a, b, contraction)
@@ -303,17 +325,19 @@ class Run:
         left, right = {"nt": (a, b.t()), "nn": (a, b), "tn": (a.t(), b)}[contraction]
         return (left @ right).float()
 
-    def _fp8_gemm(self, node: Node, a: Quantized, b: Quantized, contraction: str) -> Tensor:
+    def _fp8_gemm(self, node: Node, a: Quantized, b: Quantized, contraction: str) -> Tensor | Fp8Product:
         scale = self.graph.nodes[node.inputs[1]].type.precision.scale
         assert scale is not None
         rows, cols = scale.granularity.rows or 0, scale.granularity.cols or 0
-        across = Quantized(b.codes.t(), b.scales.t())
+        if contraction != "nt":
+            b, rows, cols = Quantized(b.codes.t(), b.scales.t()), cols, rows
+        if contraction == "tn":
+            a = Quantized(a.codes.t(), a.scales.t())
+        provider = node.kernel.removeprefix("jetgraph::fp8_gemm").removeprefix(".")
         try:
-            if contraction == "nt":
-                return reference.fp8_gemm(*a, *b, rows, cols)
-            if contraction == "nn":
-                return reference.fp8_gemm(*a, *across, cols, rows)
-            return reference.fp8_gemm(a.codes.t(), a.scales.t(), *across, cols, rows)
+            if provider and a.codes.is_cuda:
+                return Fp8Product(a, b, rows, cols, provider)
+            return reference.fp8_gemm(*a, *b, rows, cols)
         except ValueError as error:
             raise InterpretError(f"gemm of {node.fqn}: {error}") from error
 

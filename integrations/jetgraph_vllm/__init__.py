@@ -6,8 +6,9 @@
 The folder in the order of the data: `declaration` is what a checkpoint says, `quantization` picks each layer's method
 by it; `parts` and `linear` load and run the weights; `formulas` and `layers`, `paged_cache` and `attention` (on a GPU
 `attention_cuda`) are the trainer's arithmetic inside vLLM; `sampling` makes seeded requests reproducible.  `capture`
-and `sampler_trace` record what the engine executes, `collect` puts it into the `capture_format`.  `engine` wraps vLLM
-for offline use, and ``python -m jetgraph_vllm JOB.json`` runs it in its own process.
+and `sampler_trace` record what the engine executes, `collect` puts it into the `capture_format`; on a GPU `pieces` is
+what executes it, `exact_compilation` makes that vLLM's choice.  `engine` wraps vLLM for offline use, and
+``python -m jetgraph_vllm JOB.json`` runs it in its own process.
 
 A model whose checkpoint does not declare ``jetgraph`` stays stock vLLM, also in a process that serves both.
 """
@@ -42,10 +43,12 @@ def register() -> None:
     layers.register()
     attention.register()
     if current_platform.is_cuda():
-        from jetgraph_vllm import attention_cuda
+        from jetgraph_vllm import attention_cuda, exact_compilation
 
         attention_cuda.register()
-    sampling.register()
+        exact_compilation.register()
+    else:
+        sampling.register()  # a GPU's generators can take a draw back themselves
     if os.environ.get("JETGRAPH_PLAIN_LINEAR") == "1":
         linear.keep_plain_linears()
     _registered = True

@@ -24,8 +24,8 @@ what the engine executes, with the outcome of the replay gate in it.  A ``border
 one request and returns what `jetgraph.diverge.Recording` holds.  ``prompts``, ``seeds`` and ``max_tokens`` may stand in
 a step too.
 
-The results are ``{"engine": {"start_seconds", "logprobs_mode"}, "steps": {name: {...}}}``; a generate step has
-``completions`` (fields of `Completion`), ``num_steps``, ``num_mixed_steps``, ``num_preemptions``,
+The results are ``{"engine": {"start_seconds", "logprobs_mode", "pieces"}, "steps": {name: {...}}}``; a generate step
+has ``completions`` (fields of `Completion`), ``num_steps``, ``num_mixed_steps``, ``num_preemptions``,
 ``rows`` (all token counts of a step that occurred) and ``seconds``.
 """
 
@@ -97,7 +97,10 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     engine = Engine(**job["engine"])
     say(f"engine started in {engine.start_seconds:.1f} s")
     mode = str(engine.config.model_config.logprobs_mode)
-    results: dict[str, Any] = {"engine": {"start_seconds": engine.start_seconds, "logprobs_mode": mode}, "steps": {}}
+    started = {"start_seconds": engine.start_seconds, "logprobs_mode": mode, "pieces": engine.describe_pieces()}
+    if started["pieces"]:
+        say(f"body in {started['pieces']}")
+    results: dict[str, Any] = {"engine": started, "steps": {}}
     for step in job["steps"]:
         start = time.perf_counter()
         run = {"generate": run_generate, "capture": run_capture, "graph": run_graph, "borders": run_borders}[step["do"]]

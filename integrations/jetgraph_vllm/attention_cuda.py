@@ -21,6 +21,7 @@ from jetgraph.lowering import registry, torch_ops  # noqa: F401  (defines torch.
 from jetgraph.lowering.provider import Exact
 from jetgraph_vllm import paged_cache
 from jetgraph_vllm.attention import refuse_unsupported
+from jetgraph_vllm.defaults import plain_defaults
 from jetgraph_vllm.quantization import exact_ops_requested
 
 PROVIDER = "triton_exact"
@@ -101,7 +102,8 @@ def kernels(head_size: int, heads_per_group: int):
         ValueError: it cannot serve such heads here.
     """
     request = Exact("attention", torch.bfloat16, head_size, heads_per_group)
-    reason = registry.refusal(PROVIDER, request, registry.this_device())
+    with plain_defaults():
+        reason = registry.refusal(PROVIDER, request, registry.this_device())
     if reason:
         raise ValueError(f"ops exact: provider {PROVIDER} cannot run {request}: {reason}")
     return registry.PROVIDERS[PROVIDER]

@@ -2,8 +2,9 @@
 
 `backend` is the compile backend of the rollout itself (``compilation_config={"mode": 2, "backend":
 "jetgraph_vllm.capture.backend"}``).  It keeps the Dynamo graph that vLLM gives it and hands back the graph's own
-``forward``: same ops, same bits as eager.  So the captured configuration is the rollout configuration, and the records
-(as it is, and functionalised) are of the graph object that runs.  Functionalising waits until somebody captures.
+``forward``, or on a GPU that graph in `jetgraph_vllm.pieces`: same bits as eager.  So the captured configuration is the
+rollout configuration, and the records (as it is, and functionalised) are of the graph that runs.  Functionalising waits
+until somebody captures.
 
 `watch` does the same for `compute_logits`, which vLLM leaves outside its graph.  `recording` keeps the inputs and
 outputs of real calls for the replay gate.  `jetgraph_vllm.collect` puts everything into an `EngineCapture`.
@@ -12,8 +13,10 @@ outputs of real calls for the replay gate.  `jetgraph_vllm.collect` puts everyth
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +30,7 @@ from torch import Tensor
 from jetgraph.fx_record import record_graph
 from jetgraph.record import Op
 from jetgraph_vllm.capture_format import BatchFacts, BodyCall, CapturedGraph, GraphInput, HeadCall
+from jetgraph_vllm.pieces import Pieces, is_exact
 
 BACKEND = f"{__name__}.backend"
 
@@ -43,6 +47,12 @@ class LiveGraph:
     sources: list[str]
     first_arguments: list[Any] = field(default_factory=list)
     seconds: float = 0.0
+    pieces: Pieces | None = None
+    """What runs the graph, if not its own operators one by one."""
+
+    @property
+    def executed_by(self) -> str:
+        return "fx" if self.pieces is None else self.pieces.executed_by
 
     @property
     def placeholders(self) -> list[Op]:
@@ -82,23 +92,38 @@ RECORDER = Recorder()
 
 
 def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable:
-    """Compile backend for the body: record, then run the graph itself."""
+    """Compile backend for the body: record, then run the graph itself, or of an exact model on a GPU its `Pieces`."""
     graph = _record("body", graph_module, example_inputs)
     RECORDER.bodies.append(graph)
+    if _runs_in_pieces(graph_module, example_inputs):
+        graph.pieces = Pieces(copy.deepcopy(graph_module), os.environ.get("JETGRAPH_PIECES", "inductor"))
+
+    def execute(*arguments: Any) -> Any:
+        if graph.pieces is None:
+            return graph_module.forward(*arguments)
+        graph.pieces.comparing = RECORDER.active
+        return graph.pieces(*arguments)
 
     def run(*arguments: Any) -> Any:
         _remember_first(graph, arguments)
         batch = _current_batch() if RECORDER.active else None
         if batch is None:
-            return graph_module.forward(*arguments)
+            return execute(*arguments)
         RECORDER.attention_outputs = {}
         inputs = _tensor_arguments(graph, arguments)
-        result = graph_module.forward(*arguments)
+        result = execute(*arguments)
         output = result[0] if isinstance(result, (tuple, list)) else result
         RECORDER.body_calls.append(BodyCall(inputs, output.clone(), batch, RECORDER.attention_outputs))
         return result
 
     return run
+
+
+def _runs_in_pieces(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> bool:
+    """JETGRAPH_PIECES: ``none`` nowhere, ``fx`` or ``inductor`` also on a CPU."""
+    wish = os.environ.get("JETGRAPH_PIECES", "")
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in example_inputs)
+    return wish != "none" and (on_gpu or bool(wish)) and is_exact(graph_module)
 
 
 def head_backend(

@@ -15,7 +15,10 @@ from jetgraph.versions import versions
 from jetgraph_vllm import capture
 from jetgraph_vllm.capture_format import AttentionAttributes, EngineCapture, LinearPart
 
-_RECORDED_ENVIRONMENT = ("OMP_NUM_THREADS", "JETGRAPH_PLAIN_LINEAR", "VLLM_CPU_KVCACHE_SPACE", "VLLM_BATCH_INVARIANT")
+_RECORDED_ENVIRONMENT = (
+    "OMP_NUM_THREADS", "JETGRAPH_PLAIN_LINEAR", "JETGRAPH_PIECES", "VLLM_CPU_KVCACHE_SPACE", "VLLM_BATCH_INVARIANT",
+    "VLLM_USE_V2_MODEL_RUNNER",
+)  # fmt: skip
 
 
 def collect(
@@ -42,7 +45,7 @@ def collect(
         tensors={name: tensor.detach().clone() for name, tensor in tensors.items()} if with_values else {},
         aliases=aliases,
         sampler=sampler,
-        settings=settings(engine),
+        settings={**settings(engine), "executed_by": bodies[0].executed_by},
         body_calls=list(recorder.body_calls),
         head_calls=list(recorder.head_calls),
     )

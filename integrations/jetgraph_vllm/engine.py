@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_AOT_COMPILE": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
-"""Set before vLLM is imported, unless the caller has a value.  No caches: a capture needs a real compilation."""
+"""Set before vLLM is imported, unless the caller has a value.  No caches: a capture needs a real compilation.
+
+vLLM's second model runner, the default of 0.26 on a GPU, computes logprobs by kernels of its own, whose sums have other
+last bits than training's log-softmax; the first one has torch's.
+"""
 
 _DEFAULT_PROMPTS = ([11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23], [31, 32, 33, 34, 35, 36, 37])
 
@@ -75,8 +80,13 @@ class Engine:
         enforce_eager: bool = False,
         enable_prefix_caching: bool = False,
         custom_ops: Sequence[str] = ("all",),
+        compilation: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        """``compilation``: further entries of vLLM's compilation_config, such as ``{"cudagraph_mode": "FULL"}``.
+
+        With a ``mode`` of its own, or with CUDA graphs, calls pass our recorder by, and such an engine has no capture.
+        """
         set_environment()
         import jetgraph_vllm
 
@@ -86,9 +96,12 @@ class Engine:
         from jetgraph_vllm import capture
 
         self.model_dir = Path(model_dir)
-        compilation: dict[str, Any] = {"custom_ops": list(custom_ops)}
-        if not enforce_eager:
-            compilation |= {"mode": 2, "backend": capture.BACKEND}
+        chosen = dict(compilation or {})
+        self.is_recorded = not enforce_eager and "mode" not in chosen
+        given: dict[str, Any] = {"custom_ops": list(custom_ops)}
+        if self.is_recorded:
+            given |= {"mode": 2, "backend": capture.BACKEND}
+        given |= chosen
         num_bodies = len(capture.RECORDER.bodies)
         start = time.perf_counter()
         self.llm = LLM(
@@ -102,15 +115,19 @@ class Engine:
             enable_chunked_prefill=True,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
-            compilation_config=compilation,
+            compilation_config=given,
             **options,
         )
         self.start_seconds = time.perf_counter() - start
         self._bodies = capture.RECORDER.bodies[num_bodies:]
         self._caps = (max_num_batched_tokens, max_num_seqs)
-        self._heads = [] if enforce_eager else capture.watch(self.model)
+        self._heads = capture.watch(self.model) if self.is_recorded else []
         self.steps: list[Step] = []
         self.scheduler.schedule = self._note_steps(self.scheduler.schedule)
+
+    def describe_pieces(self) -> str:
+        """How the body runs if not as its own graph (`jetgraph_vllm.pieces`); else empty."""
+        return "; ".join(body.pieces.describe() for body in self._bodies if body.pieces is not None)
 
     # ------------------------------------------------------------------------------------------------- live parts
 
@@ -215,8 +232,13 @@ class Engine:
         """
         from jetgraph_vllm import capture, collect, sampler_trace
 
-        if self.config.model_config.enforce_eager:
-            raise ValueError("an eager engine has no graph to capture: build it with enforce_eager=False")
+        graphs = str(getattr(self.config.compilation_config.cudagraph_mode, "name", "NONE"))
+        if not self.is_recorded or graphs != "NONE":
+            mode = self.config.compilation_config.mode
+            raise ValueError(
+                f"nothing records an engine of compilation mode {mode} with cudagraph_mode {graphs}: build it with "
+                "enforce_eager=False, without a mode of its own and without CUDA graphs"
+            )
         with capture.recording(self.model) as recorder, sampler_trace.tracing(self.runner.sampler) as sampler:
             self.generate(prompts, max_tokens=max_tokens, temperature=0.0, prompt_logprobs=True)
             for prompt in prompts:

@@ -216,7 +216,27 @@ class _EngineLifter:
             self.builder.where = replace(self.builder.where, fqn=fqn)
 
     def _fp8_gemm(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        args = (*args[:2], *map(self._whole, args[2:5]), *args[5:])
+        """A merged weight that no slice has cut is one GEMM per checkpoint weight, joined."""
+        weight = args[2]
+        if isinstance(weight, Stored) and len(self.capture.linears[weight.module]) > 1:
+            self.builder.rules["merged weight is its linears"] += 1
+            outs = [
+                self._fp8_part(lift, frame, op, (*args[:2], *self._operands_of(part, args[2:5]), *args[5:]), kwargs)
+                for part in self.capture.linears[weight.module]
+            ]
+            return lift.layouts.cat(outs, 1)
+        return self._fp8_part(lift, frame, op, (*args[:2], *map(self._whole, args[2:5]), *args[5:]), kwargs)
+
+    def _operands_of(self, part: LinearPart, stored: tuple) -> list[Any]:
+        """Codes, scales and bias of one part of a merged weight."""
+        module = stored[0].module
+        refuse_unless(
+            all(s is None or (isinstance(s, Stored) and s.module == module and not s.transposed) for s in stored),
+            f"codes of {module} with the scales or the bias of another linear",
+        )
+        return [None if s is None else self._part_value(s, part) for s in stored]
+
+    def _fp8_part(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
         self._at(self.part_of_term.get(args[2].term))
         return HANDLERS["jetgraph.fp8_gemm"](lift, frame, op, args, kwargs)
 
@@ -293,7 +313,7 @@ class _EngineLifter:
         """cat(cos, sin) of position · inv_freq if the live table is exactly that; else a lookup in the table itself."""
         builder, layouts = self.builder, self.lifter.layouts
         live = self.capture.tensors[table.fqn]
-        inv_freq = self._inv_freq()
+        inv_freq = self._inv_freq().to(live.device)
         name = "model.rotary_emb.inv_freq"
         frequency = self.lifter.parameter(name, tuple(inv_freq.shape), "float32")
         number = layouts.pointwise(
@@ -307,7 +327,7 @@ class _EngineLifter:
         halves = [layouts.pointwise(f, [angle], fmt, kernel=f"aten::{f}") for f in ("cos", "sin")]
         rows = layouts.cat(halves, 1)
         if table.fqn not in self.tables:
-            every = torch.arange(live.shape[0])
+            every = torch.arange(live.shape[0], device=live.device)  # sines have other last bits on another device
             graph = builder.graph("table", {"rows": rows.term}, {})
             want = interpret(graph, {"positions": every, name: inv_freq})["rows"]
             self.tables[table.fqn] = rows if torch.equal(want, live) else None
@@ -372,8 +392,10 @@ class _EngineLifter:
             "provider": self.declared.get("ops", "stock"),
             "device": self.capture.settings.get("device_type", "cpu"),  # older ones ran on CPUs
             "versions": versions("torch") | self.capture.settings.get("versions", {}),
-            "compiler": "fx",
-            "capture": {k: v for k, v in self.capture.settings.items() if k not in ("versions", "device_type")},
+            "compiler": self.capture.settings.get("executed_by", "fx"),
+            "capture": {
+                k: v for k, v in self.capture.settings.items() if k not in ("versions", "device_type", "executed_by")
+            },
             "parameters": {
                 name: {
                     "digest": tensor_digest(leaf),

@@ -12,14 +12,20 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from jetgraph.lowering import reference, torch_ops
+from jetgraph.lowering import reference, registry, torch_ops
+from jetgraph.lowering.provider import Gemm, Quantizer
 from jetgraph.precision import BF16, Precision
 from jetgraph_vllm.declaration import Declaration
-from jetgraph_vllm.parts import Part, PartLoader, check_loaded, check_loaded_in_pairs, lay_out
+from jetgraph_vllm.defaults import plain_defaults
+from jetgraph_vllm.parts import Part, PartLoader, check_loaded, check_loaded_in_pairs, lay_out, merged
 
 
 class Fp8BlockLinearMethod(LinearMethodBase):
-    """x [T, K] bf16 → one quantisation of x → per part one FP8 GEMM [T, N] → the parts side by side."""
+    """x [T, K] bf16 → one quantisation of x → per part one FP8 GEMM [T, N] → the parts side by side.
+
+    On a GPU one GEMM does all parts if no block of scales straddles two of them and one provider runs each as it runs
+    the whole: a column of the product is the sum of its own products, in an order that K decides.
+    """
 
     def __init__(self, declaration: Declaration, prefix: str, part_names: tuple[str, ...]) -> None:
         scale = declaration.activation.scale
@@ -30,6 +36,10 @@ class Fp8BlockLinearMethod(LinearMethodBase):
         self.block_rows, self.group = int(granularity.rows or 0), int(granularity.cols or 0)
         self.activation_arguments = torch_ops.scale_arguments(scale)  # type: ignore[arg-type]
         self.parts: tuple[Part, ...] = ()
+        self.provider = ""
+        """Whose kernel multiplies, as the operator and the captured graph name it; empty on a CPU."""
+        self.products: tuple[Part, ...] = ()
+        """What one GEMM computes each: the parts, or all of them as one."""
 
     def create_weights(
         self,
@@ -43,7 +53,7 @@ class Fp8BlockLinearMethod(LinearMethodBase):
     ) -> None:
         refuse_tensor_parallel(self.prefix, input_size, input_size_per_partition, output_size, output_partition_sizes)
         num_in, num_groups = input_size, -(-input_size // self.group)
-        self.parts = lay_out(self.part_names, output_partition_sizes, self.block_rows)
+        self.parts = self.products = lay_out(self.part_names, output_partition_sizes, self.block_rows)
         num_rows, num_scale_rows = self.parts[-1].rows[1], self.parts[-1].scale_rows[1]
         self.weights = PartLoader(self.parts, "weight", num_in, torch.float8_e4m3fn, scales=False)
         self.scales = PartLoader(self.parts, "weight_scale_inv", num_groups, torch.float32, scales=True)
@@ -57,21 +67,48 @@ class Fp8BlockLinearMethod(LinearMethodBase):
         check_loaded_in_pairs(self.weights, self.scales)
         for part in self.parts:
             pin(layer.weight.data[slice(*part.rows)], self.group)
+        if layer.weight.is_cuda:
+            self.provider, self.products = self._choose(layer)
+
+    def _choose(self, layer: torch.nn.Module) -> tuple[str, tuple[Part, ...]]:
+        """The provider of the GEMMs, and what each of them computes.
+
+        Self-tests run now, that of the quantiser too: later might be in the middle of a CUDA graph.
+        """
+        whole = merged(self.parts, self.block_rows)
+        depth, device, bias = layer.weight.shape[1], layer.weight.device, getattr(layer, "bias", None) is not None
+        rows, cols, *rule = self.activation_arguments
+
+        def provider(part: Part) -> str:
+            return registry.choose(Gemm(part.num_rows, depth, self.block_rows, self.group, bias), device).name
+
+        with plain_defaults():
+            registry.choose(Quantizer(rows, cols, tuple(rule)), device)
+            names = {provider(part) for part in self.parts}
+            if whole is not None and names == {provider(whole)}:
+                return names.pop(), (whole,)
+        return (names.pop() if len(names) == 1 else ""), self.parts
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x if x.ndim == 2 else x.flatten(0, -2)
         codes, scale = torch.ops.jetgraph.quantize(flat, *self.activation_arguments)
+        grid = self.block_rows, self.group, *((self.provider,) if self.provider else ())
         outs = []
-        for part in self.parts:
-            start, stop = part.rows
-            weight = layer.weight[start:stop]
-            weight_scale = layer.weight_scale_inv[part.scale_rows[0] : part.scale_rows[1]]
-            part_bias = None if bias is None else bias[start:stop]
-            outs.append(
-                torch.ops.jetgraph.fp8_gemm(codes, scale, weight, weight_scale, part_bias, self.block_rows, self.group)
-            )
+        for weight, weight_scale, part_bias in self._operands(layer, bias):
+            outs.append(torch.ops.jetgraph.fp8_gemm(codes, scale, weight, weight_scale, part_bias, *grid))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
         return out if x.ndim == 2 else out.unflatten(0, x.shape[:-1])
+
+    def _operands(self, layer: torch.nn.Module, bias: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Codes, scales and bias of each product."""
+        if len(self.products) == 1:
+            return [(layer.weight, layer.weight_scale_inv, bias)]
+        found = []
+        for part in self.products:
+            (start, stop), (scale_start, scale_stop) = part.rows, part.scale_rows
+            part_bias = None if bias is None else bias[start:stop]
+            found.append((layer.weight[start:stop], layer.weight_scale_inv[scale_start:scale_stop], part_bias))
+        return found
 
 
 class RowTileLinearMethod(LinearMethodBase):

@@ -51,6 +51,19 @@ def lay_out(names: tuple[str, ...], sizes: list[int], block_rows: int) -> tuple[
     return tuple(parts)
 
 
+def merged(parts: tuple[Part, ...], block_rows: int) -> Part | None:
+    """All parts as one, whose grid of scales is theirs one below the other; None if a block would straddle two.
+
+    >>> merged(lay_out(("q", "k", "v"), [512, 128, 128], 128), 128).scale_rows
+    (0, 6)
+    >>> merged(lay_out(("q", "k", "v"), [576, 192, 192], 128), 128) is None
+    True
+    """
+    if any(part.num_rows % block_rows for part in parts[:-1]):
+        return None
+    return Part("+".join(part.name for part in parts), (0, parts[-1].rows[1]), (0, parts[-1].scale_rows[1]))
+
+
 class PartLoader:
     """vLLM's weight loader of one parameter: puts every part in its rows, checks it, counts it.
 

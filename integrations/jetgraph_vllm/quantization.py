@@ -97,7 +97,11 @@ class JetgraphConfig(QuantizationConfig):
 def exact_ops_requested() -> bool:
     """Is the model that vLLM builds at this moment one that declares ``ops: exact``?"""
     config = get_current_vllm_config_or_none()
-    quantization = None if config is None else config.quant_config
+    return config is not None and declares_exact(config.quant_config)
+
+
+def declares_exact(quantization: QuantizationConfig | None) -> bool:
+    """Does a model of this quantisation declare ``ops: exact``?"""
     return isinstance(quantization, JetgraphConfig) and quantization.declaration.ops == "exact"
 
 

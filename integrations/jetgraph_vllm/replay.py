@@ -64,7 +64,7 @@ def replay(capture: EngineCapture, lifted: LiftedEngine, *, inject_attention: bo
     ``inject_attention`` feeds the recorded attention outputs back, for engines whose attention kernel has no
     implementation here; attention then rests on attestation alone, and the verdict's report says so.
     """
-    stored = [leaf.codes for leaf in lifted.leaves.values() if isinstance(leaf, Quantized)]
+    stored = [leaf.codes for leaf in lifted.leaves.values() if isinstance(leaf, Quantized) and not leaf.codes.is_cuda]
     for codes in stored:  # each call multiplies by every weight
         reference.pin_weight(codes)
     try:

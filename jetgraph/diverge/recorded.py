@@ -16,7 +16,7 @@ from jetgraph.digest import row_digests
 from jetgraph.diverge.boundaries import Boundary, boundaries
 from jetgraph.diverge.roots import Side, not_as_it_ran
 from jetgraph.graph import PrecisionGraph
-from jetgraph.interpret import Product, Run
+from jetgraph.interpret import PENDING, Run
 from jetgraph.verify import Fault
 
 LOGPROB = "logprob"
@@ -146,7 +146,7 @@ def _differing(run: Run, borders: Sequence[Boundary], recording: Recording) -> d
     found: dict[str, list[int]] = {}
     for index in run:
         value = run.values[index]
-        value = value.rounded() if isinstance(value, Product) else value
+        value = value.rounded() if isinstance(value, PENDING) else value
         for name in at.get(index, ()):
             pairs = zip(row_digests(value), recording.digests[name], strict=True)
             found[name] = [row for row, (ours, theirs) in enumerate(pairs) if ours != theirs]

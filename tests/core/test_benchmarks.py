@@ -116,6 +116,26 @@ def test_stock_engines_read_the_same_tensors_without_a_word_of_jetgraph(tmp_path
     assert (folder / "model.safetensors").read_bytes() == b"tensors"
 
 
+def test_the_arm_with_our_linears_alone_differs_in_one_word(tmp_path: Path):
+    exported = tmp_path / "jet"
+    exported.mkdir()
+    (exported / "config.json").write_text(json.dumps({"quantization_config": {"jetgraph": {"ops": "exact", "a": 1}}}))
+    (exported / "model.safetensors").write_bytes(b"weights")
+    folder = arms.with_stock_operators(exported, tmp_path / "stock")
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {"quantization_config": {"jetgraph": {"ops": "stock", "a": 1}}}
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_shared_gpus_cache_holds_the_tokens_that_are_asked_for(tmp_path: Path):
+    sizes = {"num_hidden_layers": 36, "num_key_value_heads": 8, "hidden_size": 4096, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    per_token = 36 * 8 * 128 * 2 * 2  # K and V of a head of 128, two bytes a number
+    found = arms.cache_options(tmp_path, 100_000)
+    assert found["kv_cache_memory_bytes"] == per_token * 110_000
+    assert arms.cache_options(tmp_path, 1)["kv_cache_memory_bytes"] == 1 << 28
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these run")
 @pytest.mark.parametrize("parse", [rollout.parse, mismatch.parse])
 def test_real_sizes_are_refused_without_a_gpu(parse, capsys: pytest.CaptureFixture[str]):
