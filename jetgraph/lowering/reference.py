@@ -262,9 +262,10 @@ def attention(
         ValueError: ``window`` or ``softcap`` is negative, or ``first`` is not int64 [B, n].
     """
     scores, _ = _scores(q, k, scale, window, softcap, first)
-    out = torch.einsum("bgrql,bgld->bqgrd", _probabilities(scores), v.to(torch.float64))
+    probs, lse = _probabilities(scores)
+    out = torch.einsum("bgrql,bgld->bqgrd", probs, v.to(torch.float64))
     # einsum's strides depend on sizes; a compiled graph reads these
-    return out.flatten(2, 3).to(q.dtype).contiguous(), scores.logsumexp(-1).float().flatten(1, 2)
+    return out.flatten(2, 3).to(q.dtype).contiguous(), lse.float().flatten(1, 2)
 
 
 def attention_backward(
@@ -280,7 +281,7 @@ def attention_backward(
     """Gradients of `attention` for grad [B, n, H, D], in float64 with one rounding each; tokens first in memory."""
     num_groups = k.shape[1]
     scores, slope = _scores(q, k, scale, window, softcap, first)
-    probs = _probabilities(scores)
+    probs, _ = _probabilities(scores)
     d_out = grad.to(torch.float64).transpose(1, 2).unflatten(1, (num_groups, -1))  # B g r n D
     query = q.to(torch.float64).unflatten(1, (num_groups, -1))
     d_probs = torch.einsum("bgrqd,bgld->bgrql", d_out, v.to(torch.float64))
@@ -294,9 +295,15 @@ def attention_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _probabilities(scores: Tensor) -> Tensor:
-    """Softmax of scores [..., L]; zeros where all are -inf."""
-    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+def _probabilities(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of scores [..., L], zeros where all are -inf, and their log-sum-exp [...]."""
+    if not scores.shape[-1]:
+        return scores, scores.new_full(scores.shape[:-1], float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    sees_nothing = peak.isneginf()
+    probs = scores.softmax(-1).masked_fill(sees_nothing, 0.0)
+    largest = probs.amax(-1, keepdim=True)  # exp(peak - lse): no second pass of exponentials
+    return probs, torch.where(sees_nothing, peak, peak - largest.log())[..., 0]
 
 
 def _scores(

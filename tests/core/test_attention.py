@@ -294,3 +294,12 @@ def test_calls_that_describe_their_sequences_once(arguments):
 def test_contradicting_descriptions_of_the_sequences_are_unknown(arguments, message):
     with pytest.raises(UnknownMask, match=message):
         check_call(arguments)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3)])
+def test_no_tokens(queries, keys):
+    q, k, v = (t.requires_grad_() for t in qkv(queries=queries, keys=keys))
+    out, lse = torch.ops.jetgraph.attention(q, k, v, SCALE)
+    assert (out.shape[1], lse.shape[2]) == (queries, queries)
+    out.sum().backward()
+    assert k.grad.count_nonzero() == 0
