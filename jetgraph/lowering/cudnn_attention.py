@@ -5,18 +5,18 @@ adds the parts of dQ in the order in which blocks finish, so two calls may diffe
 `torch.use_deterministic_algorithms(True)` the `triton_exact` provider runs instead, as it does for every mask but the
 plain one.
 
-Private torch API used (same in 2.11–2.13): `aten._scaled_dot_product_cudnn_attention` and its `_backward`.
+Private torch API used (same in 2.11–2.13): `aten._scaled_dot_product_cudnn_attention_backward`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from jetgraph.lowering import reference
-from jetgraph.lowering.provider import Exact, Finding, Request, missing_hopper
+from jetgraph.lowering.provider import Exact, Finding, Request, tested_finding
 from jetgraph.lowering.triton_exact_provider import attention_inputs, numbers, wrong_gradient
 
 SIZES = (64, 128)
@@ -29,18 +29,12 @@ class CudnnAttention:
     kernels: frozenset[str] = frozenset({"attention_backward"})
 
     def probe(self, device: torch.device) -> Finding:
+        def test(device: torch.device) -> tuple[str, str]:
+            wrong = next((w for size in SIZES if (w := self._wrong(size, device))), "")
+            return wrong, "the gradient of plain causal attention is float64's within the roundings of BF16"
+
         versions = (("cuDNN", str(torch.backends.cudnn.version())),)
-        missing = missing_hopper(device)
-        if missing:
-            return Finding(self.name, False, missing, versions)
-        try:
-            with torch.cuda.device(device):
-                wrong = next((w for size in SIZES if (w := self._wrong(size, device))), "")
-        except Exception as error:  # whatever the library throws at its first use is a refusal, told in one line
-            first_line = (str(error).strip() or "no message").splitlines()[0][:160]
-            return Finding(self.name, False, f"failed with {type(error).__name__}: {first_line}", versions)
-        right = "the gradient of plain causal attention is float64's within the roundings of BF16"
-        return Finding(self.name, not wrong, wrong or right, versions)
+        return replace(tested_finding(self.name, device, versions, test), row_invariant=False)
 
     def refuses(self, request: Request) -> str | None:
         if not isinstance(request, Exact) or request.kernel != "attention_backward":

@@ -28,9 +28,10 @@ class Operator:
         LIBRARY.define(self._name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(self._name, function, "CompositeExplicitAutograd")
 
-    def register_fake(self, fake: Callable[..., Any]) -> None:
-        """``fake`` gives shapes, dtypes and strides of the result, without numbers."""
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """``fake``, which is returned, gives shapes, dtypes and strides of the result, without numbers."""
         torch.library.register_fake(f"{NAMESPACE}::{self._name}", fake, lib=LIBRARY)
+        return fake
 
     def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
         name = f"{NAMESPACE}::{self._name}"

@@ -162,14 +162,23 @@ def triton_finding(name: str, device: torch.device, test: Callable[[torch.device
     """What a provider of Triton kernels found; ``test`` gives what is wrong ("" if nothing is) and what is right."""
     if importlib.util.find_spec("triton") is None:
         return Finding(name, False, "triton is not installed; install jetgraph[gpu]")
-    versions = (("triton", version("triton")),)
+    return tested_finding(name, device, (("triton", version("triton")),), test)
+
+
+def tested_finding(
+    name: str,
+    device: torch.device,
+    versions: tuple[tuple[str, str], ...],
+    test: Callable[[torch.device], tuple[str, str]],
+) -> Finding:
+    """As `triton_finding`, of whatever runs on a Hopper."""
     missing = missing_hopper(device)
     if missing:
         return Finding(name, False, missing, versions)
     try:
         with torch.cuda.device(device):
             wrong, right = test(device)
-    except Exception as error:  # whatever a compiler throws at its first use is a refusal, told in one line
+    except Exception as error:  # whatever a compiler or a library throws at its first use is a refusal, in one line
         first_line = (str(error).strip() or "no message").splitlines()[0][:160]
         return Finding(name, False, f"failed with {type(error).__name__}: {first_line}", versions)
     return Finding(name, not wrong, wrong or right, versions, row_invariant=not wrong)

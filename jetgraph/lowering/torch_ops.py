@@ -38,7 +38,7 @@ def quantize(
 
 
 @quantize.register_fake
-def _(x, rows, cols, qmax, amax_floor, division, power_of_two):
+def _quantized_fake(x, rows, cols, qmax, amax_floor, division, power_of_two):
     scale = x.new_empty((_grid(x.shape[0], rows), _grid(x.shape[1], cols)), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
 
@@ -52,10 +52,7 @@ def quantize_weight(
     return codes_of(weight, arguments, lambda w: torch.ops.jetgraph.quantize(w, *arguments))
 
 
-@quantize_weight.register_fake
-def _(weight, rows, cols, qmax, amax_floor, division, power_of_two):
-    scale = weight.new_empty((_grid(weight.shape[0], rows), _grid(weight.shape[1], cols)), dtype=torch.float32)
-    return weight.new_empty(weight.shape, dtype=E4M3), scale
+quantize_weight.register_fake(_quantized_fake)
 
 
 @Operator
@@ -67,7 +64,7 @@ def quantize_transposed(
 
 
 @quantize_transposed.register_fake
-def _(x, rows, cols, qmax, amax_floor, division, power_of_two):
+def _transposed_fake(x, rows, cols, qmax, amax_floor, division, power_of_two):
     scale = x.new_empty((_grid(x.shape[1], cols), _grid(x.shape[0], rows)), dtype=torch.float32)
     return x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3), scale
 
@@ -84,10 +81,7 @@ def quantize_weight_transposed(
     return dense(codes.t()), scale.t().contiguous()
 
 
-@quantize_weight_transposed.register_fake
-def _(weight, rows, cols, qmax, amax_floor, division, power_of_two):
-    scale = weight.new_empty((_grid(weight.shape[1], cols), _grid(weight.shape[0], rows)), dtype=torch.float32)
-    return weight.new_empty((weight.shape[1], weight.shape[0]), dtype=E4M3), scale
+quantize_weight_transposed.register_fake(_transposed_fake)
 
 
 @Operator
