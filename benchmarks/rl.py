@@ -44,6 +44,7 @@ from benchmarks.grpo.problems import INSTRUCTIONS, Problems, chain_sums, random_
 from benchmarks.mismatch import OUR_CODES, PAIRINGS, Pairing
 from benchmarks.report import report, versions
 from benchmarks.rollout import BLOCK
+from jetgraph.child_process import run_module
 from jetgraph.export import export_checkpoint
 
 STEPS, PROMPTS, SAMPLES, SEEDS = 100, 16, 8, (0, 1, 2)
@@ -117,21 +118,13 @@ def own_environment(*, stock: bool) -> dict[str, str]:
 def run_job(job: Job, path: Path) -> bool:
     """One arm's process to its end; False if it failed, which it says."""
     job.save(path)
-    process_environment = {**ENVIRONMENT, **os.environ, **own_environment(stock=job.rollout is None)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.grpo.arm", str(path)],
-        env=process_environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    last: list[str] = []
-    for line in process.stderr:
-        last = [*last[-30:], line.rstrip()]
-        if line.startswith("rl: "):
-            print(f"{job.name}: {line.removeprefix('rl: ').rstrip()}", flush=True)
-    if process.wait() == 0:
+    environment = {**ENVIRONMENT, **os.environ, **own_environment(stock=job.rollout is None)}
+
+    def say(line: str) -> None:
+        print(f"{job.name}: {line}", flush=True)
+
+    status, last = run_module("benchmarks.grpo.arm", path, environment, "rl: ", say, stdout=subprocess.DEVNULL)
+    if status == 0:
         return True
     print(f"{job.name}, seeds {job.seeds}: failed; its last lines:\n" + "\n".join(last), flush=True)
     return False

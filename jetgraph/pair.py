@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jetgraph.child_process import run_module
 from jetgraph.engines import EngineRun, RolloutPlan, get_engine
 from jetgraph.export import export_checkpoint
 from jetgraph.mismatch import Difference
@@ -77,19 +76,9 @@ def run_trainer(
             "results": str(results),
         }
         job.write_text(json.dumps(content))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jetgraph.train_process", str(job)],
-            env={"OMP_WAIT_POLICY": "passive", **os.environ},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines = [*lines[-30:], line.rstrip()]
-            if line.startswith("jetgraph:"):
-                say(line.removeprefix("jetgraph:").strip())
-        if process.wait() != 0:
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        status, lines = run_module("jetgraph.train_process", job, environment, "jetgraph:", say)
+        if status != 0:
             said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
             raise TrainerFailed(said[-1] if said else "the trainer failed; its last lines:\n" + "\n".join(lines))
         data = json.loads(results.read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from jetgraph.attest import Attestation
 from jetgraph.audit import Audit
+from jetgraph.child_process import run_module
 from jetgraph.diverge import Recording
 from jetgraph.engines import EngineRun, RolloutPlan
 from jetgraph.policy import Policy
@@ -140,20 +140,8 @@ class VllmEngine:
     ) -> None:
         """``plain_linears``: see `jetgraph_vllm.linear.keep_plain_linears`; without, the engine is as it comes."""
         environment = {**SHARING_CORES, **os.environ} | ({"JETGRAPH_PLAIN_LINEAR": "1"} if plain_linears else {})
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(argument)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines = [*lines[-30:], line.rstrip()]
-            if line.startswith("jetgraph_vllm:"):
-                say(line.removeprefix("jetgraph_vllm:").strip())
-        if process.wait() != 0:
+        status, lines = run_module(module, argument, environment, "jetgraph_vllm:", say, stdout=subprocess.DEVNULL)
+        if status != 0:
             raise EngineFailed("vLLM ended with an error; its last lines:\n" + "\n".join(lines))
 
 
