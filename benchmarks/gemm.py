@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +38,8 @@ MODELS = {
     "32B": {"hidden": 5120, "inner": 25600, "q": 8192, "kv": 1024},
 }
 TOKENS = {"FPROP": (1, 64, 1024, 8192, 32768), "DGRAD": (64, 1024, 8192, 32768), "WGRAD": (1024, 8192, 32768)}
+TOGETHER = (64, 8192)
+ROLES = ("FPROP", "DGRAD", "WGRAD")
 WITHIN = 0.97
 PROCESSES = 12
 
@@ -112,31 +114,55 @@ def figures(case: Case, repeats: int) -> list[Row]:
     return rows
 
 
+def sharing(model: str) -> dict[str, tuple[int, ...]]:
+    """Linears that read one input, and the N of each."""
+    sizes = MODELS[model]
+    return {"q, k, v": (sizes["q"], sizes["kv"], sizes["kv"]), "gate, up": (sizes["inner"], sizes["inner"])}
+
+
+def part(role: str, model: str, n: int, tokens: int) -> Case:
+    """The GEMM of ``n`` output features of linears that read the hidden states."""
+    hidden = MODELS[model]["hidden"]
+    gemm, rows, depth = {
+        "FPROP": (Gemm(n, hidden), tokens, hidden),
+        "DGRAD": (Gemm(hidden, n, is_dgrad=True), tokens, n),
+        "WGRAD": (Gemm(hidden, 0, 1), n, tokens),
+    }[role]
+    return Case(f"{model}, N={n}", tokens, rows, gemm, depth)
+
+
+def together_cases(model: str, tokens: int) -> list[Case]:
+    sizes = {n for parts in sharing(model).values() for n in (*parts, sum(parts))}
+    return [part(role, model, n, tokens) for role in ROLES for n in sorted(sizes)]
+
+
 def together(model: str, tokens: int, repeats: int) -> list[Row]:
     """q, k, v and gate, up: the time of one GEMM over the sum of several; DGRAD's sums of several are not counted."""
-    sizes, device, rows = MODELS[model], registry.this_device(), []
-    hidden, q, kv, inner = sizes["hidden"], sizes["q"], sizes["kv"], sizes["inner"]
-    for name, parts in (("q, k, v", (q, kv, kv)), ("gate, up", (inner, inner))):
-        for role in ("FPROP", "DGRAD", "WGRAD"):
+    device, rows = registry.this_device(), []
 
-            def run(n: int, role=role):
-                gemm, count, depth = {
-                    "FPROP": (Gemm(n, hidden), tokens, hidden),
-                    "DGRAD": (Gemm(hidden, n, is_dgrad=True), tokens, n),
-                    "WGRAD": (Gemm(hidden, 0, 1), n, tokens),
-                }[role]
-                a, b = quantized(count, depth, 1), quantized(gemm.num_out, depth, gemm.b_rows)
-                provider = registry.choose(gemm, device)
-                return lambda: provider.fp8_gemm(*a, *b, None, gemm.b_rows, 128)
+    def run(case: Case) -> Callable[[], object]:
+        gemm = case.gemm
+        a, b = quantized(case.rows, case.depth, 1), quantized(gemm.num_out, case.depth, gemm.b_rows)
+        provider = registry.choose(gemm, device)
+        return lambda: provider.fp8_gemm(*a, *b, None, gemm.b_rows, 128)
 
-            several = [run(n) for n in parts]
-            times = interleaved(
-                {"one": run(sum(parts)), "several": lambda s=several: [call() for call in s]}, device, 2, repeats
-            )
+    for name, parts in sharing(model).items():
+        for role in ROLES:
+            several = [run(part(role, model, n, tokens)) for n in parts]
+            one = run(part(role, model, sum(parts), tokens))
+            calls = {"one": one, "several": lambda s=several: [call() for call in s]}
+            times = interleaved(calls, device, 2, repeats)
             label = f"{role} {model} {name}, {tokens:,} tokens"
             rows.append(Row.fact(f"{label}: one GEMM over several", times["one"] / times["several"]))
             rows.append(Row.fact(f"{label}: saved by one GEMM", times["several"] - times["one"], "ms"))
     return rows
+
+
+def compile_all(every: list[Case], say: Callable[[str], None]) -> None:
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        parts = [every[i :: 4 * PROCESSES] for i in range(4 * PROCESSES)]
+        for done, _ in enumerate(pool.map(compile_kernels, parts), 1):
+            say(f"compiled {done} of {len(parts)}")
 
 
 def main() -> int:
@@ -146,24 +172,23 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only-together", action="store_true", help="only one GEMM against several")
     options = parser.parse_args()
-    if options.only_together:
-        rows = [row for m in options.model or MODELS for n in (64, 8192) for row in together(m, n, options.repeats)]
-        return report(rows, options.json, device_name())
     models, start = options.model or list(MODELS), time.perf_counter()
-    every = list(cases(models))
-    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        parts = [every[i :: 4 * PROCESSES] for i in range(4 * PROCESSES)]
-        for done, _ in enumerate(pool.map(compile_kernels, parts), 1):
-            print(f"{time.perf_counter() - start:.0f} s: compiled {done} of {len(parts)}", file=sys.stderr, flush=True)
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:.0f} s: {text}", file=sys.stderr, flush=True)
+
+    every = [] if options.only_together else list(cases(models))
+    shared = [(model, tokens) for model in models for tokens in TOGETHER]
+    compile_all([*every, *(case for pair in shared for case in together_cases(*pair))], say)
     rows: list[Row] = []
     for done, case in enumerate(every, 1):
         rows += figures(case, options.repeats)
         if done % 20 == 0:
-            print(f"{time.perf_counter() - start:.0f} s: {done} of {len(every)} GEMMs", file=sys.stderr, flush=True)
+            say(f"{done} of {len(every)} GEMMs")
             torch.cuda.empty_cache()
-    for model in models:
-        for tokens in (64, 8192):
-            rows += together(model, tokens, options.repeats)
+    for model, tokens in shared:
+        rows += together(model, tokens, options.repeats)
+        say(f"{model}, {tokens} tokens: one GEMM against several")
     return report(rows, options.json, device_name())
 
 

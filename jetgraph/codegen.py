@@ -51,7 +51,8 @@ class Execution:
     """One graph and what executes it.
 
     Private torch API used (same in 2.11–2.13): compile_fx_inner, select_decomp_table, inductor's config,
-    node.meta["low_precision_pointwise_barrier"], torch._C._AutoDispatchBelowAutograd.
+    node.meta["low_precision_pointwise_barrier"], node.meta["inductor_realize_to_strides"],
+    torch._C._AutoDispatchBelowAutograd.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any], kind: str, codegen: str) -> None:
@@ -133,11 +134,23 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
     for node in decomposed.graph.nodes:  # AOTAutograd's own tracing would mark them; ours comes after it
         if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
             node.meta["low_precision_pointwise_barrier"] = True
+        if len(node.users) > 1 and _ours_reads(node):
+            # it is stored for our operator anyway: whoever else reads it shall load it, not compute it again from what
+            # was kept in FP32
+            node.meta["inductor_realize_to_strides"] = True
     options: dict[str, Any] = {"emulate_precision_casts": True}
     if is_forward:  # no pattern may turn a product and a sum, two roundings, into one
         options["pattern_matcher"] = False
     with config.patch(options):
         return compile_fx_inner(decomposed, inputs)  # type: ignore[return-value]
+
+
+def _ours_reads(node: Node) -> bool:
+    """Whether an operator of ours reads ``node``, through views."""
+    return any(
+        _ours_reads(user) if user.target in VIEWS else getattr(user.target, "namespace", "") == "jetgraph"
+        for user in node.users
+    )
 
 
 def _is_random_state(node: Any) -> bool:

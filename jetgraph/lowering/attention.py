@@ -119,6 +119,8 @@ def _attention(
     unread = [n for n, v in options.items() if n not in _WITHOUT_EFFECT and v is not None and v is not False]
     if unread:
         raise NotImplementedError(f"{type(module).__name__} passes {', '.join(unread)}: no such reference attention")
+    if getattr(module, "rounds_rotary", False):  # an engine is followed whose rotary embedding rounds once
+        query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     first = attention_mask.first
     return torch.ops.jetgraph.attention(query, key, value, scale, window, softcap or 0.0, first)[0], None

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from jetgraph.lowering.cublaslt import dense, shifted, whole_groups
 from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, refuses_blocks, self_test
+from jetgraph.lowering.scale_layout import lies_in_columns
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
 LEAST_NVCC = (12, 3)
@@ -70,20 +71,24 @@ class DeepGemm:
         a_scale = a_scale.expand(num_rows, -1)
         if b_rows != 1:
             left, right = a.contiguous(), dense(b)
-            left_scale = library.get_mn_major_tma_aligned_tensor(a_scale.contiguous())
+            left_scale = _in_columns(a_scale, library)
             out = a.new_empty((num_rows, num_out), dtype=torch.bfloat16)
             right_scale = b_scale.contiguous()
             library.fp8_gemm_nt((left, left_scale), (right, right_scale), out, disable_ue8m0_cast=True)
             return out
         missing = max(0, LEAST_WGRAD_ROWS - num_rows)
         left, right = whole_groups(a, missing), whole_groups(b)
-        left_scale = F.pad(a_scale, (0, 0, 0, missing)) if missing else a_scale.contiguous()
-        left_scale = library.get_mn_major_tma_aligned_tensor(left_scale)
-        right_scale = library.get_mn_major_tma_aligned_tensor(b_scale.contiguous())
+        left_scale = _in_columns(F.pad(a_scale, (0, 0, 0, missing)) if missing else a_scale, library)
+        right_scale = _in_columns(b_scale, library)
         out = a.new_zeros((num_rows + missing, num_out), dtype=torch.float32)
         operands = (left, left_scale), (right, right_scale)
         library.fp8_gemm_nt(*operands, out, c=out, recipe=(1, 1, GROUP), disable_ue8m0_cast=True)
         return shifted(out[:num_rows], bias)
+
+
+def _in_columns(scale: Tensor, library: ModuleType) -> Tensor:
+    """Scales as DeepGEMM's kernels read them: as they lie, if our quantisers made them."""
+    return scale if lies_in_columns(scale) else library.get_mn_major_tma_aligned_tensor(scale.contiguous())
 
 
 class ToolchainError(Exception):

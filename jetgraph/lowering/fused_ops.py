@@ -5,9 +5,9 @@ quantisers.  On CUDA a kernel that gives their bits runs instead, if the registr
 `jetgraph.passes.fuse` puts them into graphs; the lifter reads them as the terms of their definitions (`lift.fused`).
 
 Shapes: x, residual [..., C] BF16, weight [C] BF16; T the product of the leading sizes; codes [T, C] and scales
-[T, ⌈C/group⌉] grouped along the features, codes_t [C, T] and scales_t [C, ⌈T/group⌉] (its strides are (1, C)) along the
-tokens.  What a caller does not ask for comes back with no elements.  ``rule`` is (qmax, amax_floor, division,
-power_of_two).
+[T, ⌈C/group⌉] grouped along the features, codes_t [C, T] and scales_t [C, ⌈T/group⌉] along the tokens; scales lie as
+`scale_layout` says.  What a caller does not ask for comes back with no elements.  ``rule`` is (qmax, amax_floor,
+division, power_of_two).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor
 import jetgraph.lowering.torch_ops
 from jetgraph.lowering import fused_reference
 from jetgraph.lowering.operators import Operator
+from jetgraph.lowering.scale_layout import row_scales, token_scales
 
 
 def _both_fake(x: Tensor, group: int, tokens: bool) -> tuple[Tensor, ...]:
     num_tokens, size = x.numel() // x.shape[-1], x.shape[-1]
     groups, token_groups = -(-size // group), (num_tokens + group - 1) // group
     codes = x.new_empty((num_tokens, size), dtype=torch.float8_e4m3fn)
-    scales = x.new_empty((num_tokens, groups), dtype=torch.float32)
+    scales = row_scales(x, num_tokens, groups)
     if not tokens:
         return codes, scales, codes.new_empty((0, size)), scales.new_empty((0, groups))
-    return codes, scales, codes.new_empty((size, num_tokens)), scales.new_empty((token_groups, size)).t()
+    return codes, scales, codes.new_empty((size, num_tokens)), token_scales(x, size, token_groups)
 
 
 @Operator

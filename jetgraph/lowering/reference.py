@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetgraph.lowering.scale_layout import row_scales, token_scales
+
 GROUP = 128
 MAX_EXACT_CODES = 2**53 // (448**2 * 2**18)
 """171,196: every partial sum of so many e4m3 products is a multiple of 2^-18 that float64 holds."""
@@ -67,10 +69,12 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes e4m3 [R, C] and FP32 scales [⌈R/rows⌉, ⌈C/cols⌉] of a matrix x [R, C], blocks of rows x cols.
 
-    0 for ``rows`` or ``cols`` is the whole axis.  The arithmetic is `jetgraph.precision.ScaleRule`.  A block that holds
-    NaN or ±inf gets NaN scale and NaN codes (torch's own cast would hide an inf as 448).
+    0 for ``rows`` or ``cols`` is the whole axis.  Scales of groups along the features (``rows`` is 1) lie as
+    `scale_layout` says.  The arithmetic is `jetgraph.precision.ScaleRule`.  A block that holds NaN or ±inf gets NaN
+    scale and NaN codes (torch's own cast would hide an inf as 448).
     """
     num_rows, num_cols = x.shape
+    single_rows = rows == 1
     grid = (num_blocks(num_rows, rows), num_blocks(num_cols, cols))
     rows, cols = rows or max(num_rows, 1), cols or max(num_cols, 1)
     margin = (grid[1] * cols - num_cols, grid[0] * rows - num_rows)
@@ -88,16 +92,13 @@ def quantize(
     else:
         codes = blocks * (1.0 / scale if division == "mul1/s" else qmax / amax)[:, None, :, None]
     codes = codes.clamp_(-qmax, qmax).to(E4M3).reshape(padded.shape)
-    return codes[:num_rows, :num_cols].contiguous(), scale
+    return codes[:num_rows, :num_cols].contiguous(), row_scales(x, *grid).copy_(scale) if single_rows else scale
 
 
 def quantize_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
-    """x [T, C] in groups along the tokens: codes [C, T] and scales [C, ⌈T/group⌉], the latter [⌈T/group⌉, C] in memory.
-
-    So a group's scales lie beside each other, as they are made, and as the library GEMMs of WGRAD want them.
-    """
+    """x [T, C] in groups along the tokens: codes [C, T] and scales [C, ⌈T/group⌉]."""
     codes, scale = quantize(x.t(), 1, group, *rule)
-    return codes, scale.t().contiguous().t()
+    return codes, token_scales(x, *scale.shape).copy_(scale)
 
 
 def quantize_transposed(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:

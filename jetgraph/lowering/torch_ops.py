@@ -12,6 +12,7 @@ from torch import Tensor
 from jetgraph.lowering import reference
 from jetgraph.lowering.cublaslt import dense
 from jetgraph.lowering.operators import Operator
+from jetgraph.lowering.scale_layout import row_scales, token_scales
 from jetgraph.lowering.weight_codes import are_held, codes_of
 from jetgraph.precision import Scale
 
@@ -33,13 +34,14 @@ def _grid(size: int | torch.SymInt, block: int) -> int | torch.SymInt:
 def quantize(
     x: Tensor, rows: int, cols: int, qmax: float, amax_floor: float, division: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """x [R, C] → codes [R, C], scales [⌈R/rows⌉, ⌈C/cols⌉]."""
+    """x [R, C] → codes [R, C], scales [⌈R/rows⌉, ⌈C/cols⌉]; of single rows they lie as `scale_layout` says."""
     return reference.quantize(x, rows, cols, qmax, amax_floor, division, power_of_two)
 
 
 @quantize.register_fake
 def _quantized_fake(x, rows, cols, qmax, amax_floor, division, power_of_two):
-    scale = x.new_empty((_grid(x.shape[0], rows), _grid(x.shape[1], cols)), dtype=torch.float32)
+    grid = _grid(x.shape[0], rows), _grid(x.shape[1], cols)
+    scale = row_scales(x, *grid) if rows == 1 else x.new_empty(grid, dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
@@ -95,7 +97,7 @@ def quantize_tokens(
 @quantize_tokens.register_fake
 def _(x, group, qmax, amax_floor, division, power_of_two):
     codes = x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3)
-    return codes, x.new_empty((_grid(x.shape[0], group), x.shape[1]), dtype=torch.float32).t()
+    return codes, token_scales(x, x.shape[1], _grid(x.shape[0], group))
 
 
 @Operator
@@ -117,7 +119,7 @@ def requantize_tokens(
 @requantize_tokens.register_fake
 def _(codes, scale, cols, group, qmax, amax_floor, division, power_of_two):
     out = codes.new_empty((codes.shape[1], codes.shape[0]))
-    return out, scale.new_empty((_grid(codes.shape[0], group), codes.shape[1])).t()
+    return out, token_scales(scale, codes.shape[1], _grid(codes.shape[0], group))
 
 
 @Operator

@@ -113,7 +113,6 @@ def quantize_tile(
     BLOCKS: what is stored along the tokens has one scale a tile.
     """
     num_words = units * 4
-    num_groups = tl.cdiv(num_words, GROUP_WORDS)
     row, column = tile_row * (4 * FOURTH), group * GROUP_WORDS
     rows_left, words_left = num_rows - row, num_words - column
     fourths, words = tl.arange(0, FOURTH), neighbours(0, GROUP_WORDS)
@@ -141,7 +140,7 @@ def quantize_tile(
             found = found + (scale,)
         scale = tl.reshape(tl.join(tl.join(found[0], found[2]), tl.join(found[1], found[3])), (4 * FOURTH,))
         rows = tl.arange(0, 4 * FOURTH)
-        tl.store(tile_at(scales, row, num_groups, group) + rows * num_groups, scale, mask=rows < rows_left)
+        tl.store(tile_at(scales, group, tl.cdiv(num_rows, 4) * 4, row) + rows, scale, mask=rows < rows_left)
     if TOKENS:
         if WHOLE:
             codes_t = tile_at(codes_t, column * 2, num_rows // 16 * 4, tile_row * FOURTH)

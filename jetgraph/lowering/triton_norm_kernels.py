@@ -80,7 +80,7 @@ def norm_kernel(
         second += add_halves(high(pieces[i]) * high(pieces[i]), ROWS, PIECES[i] // 2, SLAB)
     r = _r_of(first, second, num_words, eps, ROWS)
     tl.store(tile_at(r_out, row, 1, 0) + rows, r, mask=rows < left)
-    codes, scales = tile_at(codes, row, num_words, 0), tile_at(scales, row, num_groups, 0)
+    codes, scales, scale_column = tile_at(codes, row, num_words, 0), scales + row, tl.cdiv(num_rows, 4) * 4
     start = 0
     for i in tl.static_range(len(PIECES)):
         words = neighbours(start, PIECES[i] // 2)
@@ -92,7 +92,7 @@ def norm_kernel(
         at = codes + (rows[:, None] * num_words + words[None, :])
         store(at, tl.reshape(code, (ROWS, PIECES[i] // 2)), rows, words, left, num_words, EVEN)
         groups = start // GROUP_WORDS + tl.arange(0, PIECES[i] // 128)
-        at = scales + (rows[:, None] * num_groups + groups[None, :])
+        at = scales + (groups.to(tl.int64)[None, :] * scale_column + rows[:, None])
         store(at, tl.reshape(scale, (ROWS, PIECES[i] // 128)), rows, groups, left, num_groups, EVEN)
         start += PIECES[i] // 2
 

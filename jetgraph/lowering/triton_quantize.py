@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.scale_layout import row_scales, token_scales
 from jetgraph.precision import E4M3_MAX
 
 E4M3 = torch.float8_e4m3fn
@@ -195,9 +196,10 @@ LANES = {"rows": (16, 1), "block": (1, 4), "tokens": (16, 1)}
 def _empty(x: Tensor, rows: int, cols: int, transposed: bool) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [R, C]; ``transposed``: codes are stored [C, R], and scales, seen so, stay as they lie."""
     num_rows, num_cols = x.shape
-    scales = x.new_empty((-(-num_rows // rows), -(-num_cols // cols)), dtype=torch.float32)
+    grid = -(-num_rows // rows), -(-num_cols // cols)
     if transposed:
-        return x.new_empty((num_cols, num_rows), dtype=E4M3), scales.t()
+        return x.new_empty((num_cols, num_rows), dtype=E4M3), token_scales(x, *grid[::-1])
+    scales = row_scales(x, *grid) if rows == 1 else x.new_empty(grid, dtype=torch.float32)
     return x.new_empty((num_rows, num_cols), dtype=E4M3), scales
 
 
