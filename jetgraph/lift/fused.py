@@ -9,7 +9,7 @@ from typing import Any
 from jetgraph.layout import Value
 from jetgraph.lift.aten import row_mean
 from jetgraph.lift.gemm import quantized_rows, quantized_tokens
-from jetgraph.lift.lifter import Frame, Lifter, handles, only
+from jetgraph.lift.lifter import Frame, Lifter, Nothing, handles, only
 from jetgraph.precision import Format
 from jetgraph.record import Op
 
@@ -56,6 +56,24 @@ def _inverse_rms_of(lift: Lifter, x: Value, eps: float, own_mean: bool) -> Value
     mean = row_mean(lift, square, Format.F32, True, "jetgraph::row_mean" if own_mean else "aten::mean")
     shifted = pointwise("add", [mean, lift.operand(eps)], Format.F32)
     return pointwise("rsqrt", [shifted], Format.F32, kernel="aten::rsqrt")
+
+
+@handles("jetgraph.rms_norm_rotary")
+def _rms_norm_rotary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    only(kwargs)
+    h, weight, eps, own_mean, *angles = args
+    layouts, r = lift.layouts, Nothing()
+    pointwise = layouts.pointwise
+    if weight is not None:
+        r = _inverse_rms_of(lift, h, eps, own_mean)
+        h = pointwise("mul", [weight, pointwise("mul", [h, r], Format.BF16)], Format.BF16)
+    h = layouts.permute(h, (0, 2, 1, 3))
+    half = layouts.shape(h)[-1] // 2
+    first, second = layouts.slice(h, 3, 0, half), layouts.slice(h, 3, half, None)
+    turned = layouts.cat([pointwise("neg", [second], Format.BF16), first], 3)
+    cos, sin = (Value(a.term, a.atoms, (a.dims[0], (), *a.dims[1:])) for a in angles)
+    products = [pointwise("mul", [a, b], Format.BF16) for a, b in ((h, cos), (turned, sin))]
+    return layouts.permute(pointwise("add", products, Format.BF16), (0, 2, 1, 3)), r
 
 
 @handles("jetgraph.silu_mul_quantize")

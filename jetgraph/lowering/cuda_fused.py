@@ -45,6 +45,14 @@ def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
     return _run(request.kernel, (x,), (x, eps, own_mean), request)
 
 
+def rms_norm_rotary(
+    x: Tensor, weight: Tensor | None, eps: float, own_mean: bool, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    narrow = all(t.dtype is torch.bfloat16 for t in (cos, sin, *(() if weight is None else (weight,))))
+    request = Fused("rms_norm_rotary", x.shape[-1], 128, None, own_mean and narrow)
+    return _run(request.kernel, (x,), (x, weight, eps, own_mean, cos, sin), request)
+
+
 def silu_mul_quantize(gate: Tensor, up: Tensor, tokens: bool, group: int, *rule) -> tuple[Tensor, ...]:
     request = Fused("silu_mul_quantize", gate.shape[-1], group, rule)
     return _run(request.kernel, (gate, up), (gate, up, tokens, group, *rule), request)
@@ -56,6 +64,7 @@ def silu_mul_backward_quantize(dy: Tensor, gate: Tensor, up: Tensor, group: int,
 
 
 for _kernel in (
-    quantize_rows_and_tokens, rms_norm_quantize, inverse_rms, silu_mul_quantize, silu_mul_backward_quantize,
+    quantize_rows_and_tokens, rms_norm_quantize, inverse_rms, rms_norm_rotary, silu_mul_quantize,
+    silu_mul_backward_quantize,
 ):  # fmt: skip
     on_cuda(_kernel)

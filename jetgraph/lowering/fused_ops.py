@@ -85,6 +85,24 @@ def _(x, eps, own_mean):
 
 
 @Operator
+def rms_norm_rotary(
+    x: Tensor, weight: Tensor | None, eps: float, own_mean: bool, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Heads x [B, S, H, D], normed by weight [D] if there is one, turned by cos and sin [1 or B, S, D].
+
+    h = weight · bf16(x · r) with r [B, S, H, 1] as of `inverse_rms`; h · cos + (-second half of h, first half) · sin,
+    every product and sum rounded to BF16.  Returns the heads [B, S, H, D] and r, which is empty without a weight.
+    """
+    return fused_reference.rms_norm_rotary(x, weight, eps, own_mean, cos, sin)
+
+
+@rms_norm_rotary.register_fake
+def _(x, weight, eps, own_mean, cos, sin):
+    r = x.new_empty((0,) if weight is None else (*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape), r
+
+
+@Operator
 def silu_mul_quantize(
     gate: Tensor,
     up: Tensor,

@@ -33,6 +33,19 @@ def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
     return torch.rsqrt((ops.row_mean(square) if own_mean else square.mean(-1, keepdim=True)) + eps)
 
 
+def rms_norm_rotary(
+    x: Tensor, weight: Tensor | None, eps: float, own_mean: bool, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    if weight is None:
+        h, r = x, x.new_empty((0,), dtype=torch.float32)
+    else:
+        r = inverse_rms(x, eps, own_mean)
+        h = weight * (x.to(torch.float32) * r).to(torch.bfloat16)
+    first, second = h.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (h * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).contiguous(), r
+
+
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, tokens: bool, group: int, *rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,9 +10,14 @@ from torch import Tensor
 from jetgraph.lowering.provider import Finding, Fused, Request, Rule, triton_finding
 from jetgraph.precision import E4M3_MAX
 
+ROTARY = "rms_norm_rotary"
 FUSED = frozenset(
-    {"quantize_rows_and_tokens", "rms_norm_quantize", "inverse_rms", "silu_mul_quantize", "silu_mul_backward_quantize"}
+    {
+        *("quantize_rows_and_tokens", "rms_norm_quantize", "inverse_rms", ROTARY, "silu_mul_quantize"),
+        "silu_mul_backward_quantize",
+    }
 )
+HEAD_SIZES = (32, 64, 128, 256)
 GROUP, FEATURE_MULTIPLE = 128, 16
 LIMIT = 1 << 24
 """Tokens of a call, features, and numbers between two rows are fewer: offsets within a tile have 32 bits."""
@@ -45,6 +50,8 @@ class TritonFused:
             return f"groups of {request.group}; expected {GROUP}"
         if request.num_features % FEATURE_MULTIPLE:
             return f"{request.num_features} features; expected a multiple of {FEATURE_MULTIPLE}"
+        if request.kernel == ROTARY and request.num_features not in HEAD_SIZES:
+            return f"heads of {request.num_features}; expected one of {HEAD_SIZES}"
         if not request.own_mean:
             return "the mean is ATen's, whose order its kernels do not repeat; expected jetgraph::row_mean"
         qmax, amax_floor, _, _ = request.rule or USUAL
@@ -54,8 +61,10 @@ class TritonFused:
 
     def fused(self, kernel: str, *arguments) -> Tensor | tuple[Tensor, ...]:
         """The fused operator ``kernel`` on CUDA tensors, for what `refuses` lets through."""
-        from jetgraph.lowering import triton_fused
+        from jetgraph.lowering import triton_fused, triton_rotary
 
+        if kernel == ROTARY:
+            return triton_rotary.rms_norm_rotary(*arguments)
         options = {}
         if kernel.startswith("silu"):
             options["way"] = silu_way(arguments[0].device)[0]
@@ -103,6 +112,11 @@ def exercises(num_rows: int, num_features: int, rule: Rule, device: torch.device
     cases: list[tuple[str, tuple]] = [
         ("quantize_rows_and_tokens", (x, GROUP, *rule)), ("inverse_rms", (x, 1e-6, True)),
     ]  # fmt: skip
+    for num_sequences, size in enumerate(HEAD_SIZES[1:], 1):
+        heads, head_weight = numbers(num_sequences, num_rows, 3, size), numbers(size)
+        angles = numbers(num_sequences, num_rows, size), numbers(num_sequences, num_rows, size)
+        shared = numbers(1, num_rows, size), numbers(1, num_rows, size)
+        cases += [(ROTARY, (heads, head_weight, 1e-6, True, *angles)), (ROTARY, (heads, None, 0.0, True, *shared))]
     for tokens in (False, True):
         for added in (None, residual):
             cases.append(("rms_norm_quantize", (x, added, weight, 1e-6, True, tokens, GROUP, *rule)))

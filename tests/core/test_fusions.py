@@ -63,6 +63,19 @@ def plain_norm(x: Tensor, w: Tensor) -> Tensor:
     return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
 
 
+def rotary(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Hugging Face's rotary embedding of heads [B, S, H, D]."""
+    t, (c, s) = h.transpose(1, 2), (a.unsqueeze(1) for a in (cos, sin))
+    half = h.shape[-1] // 2
+    return t * c + torch.cat((-t[..., half:], t[..., :half]), -1) * s
+
+
+def normed_rotary(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same after the heads' own norm, as `fuse_inverse_rms` leaves it."""
+    r = ops.inverse_rms(x, 1e-6, False)
+    return rotary(w * (x.float() * r).to(torch.bfloat16), cos, sin)
+
+
 def gated(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     return ops.quantize(F.silu(gate) * up, 1, 128, *JET)
 
@@ -86,6 +99,12 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 CASES = {
     "norm": (residual_norm, (numbers(2, 5, 320), numbers(2, 5, 320, seed=1), numbers(320, seed=2)), fusing.fuse_norms),
     "norm alone": (plain_norm, (numbers(2, 5, 3, 64), numbers(64, seed=1)), fusing.fuse_inverse_rms),
+    "rotary": (rotary, (numbers(2, 5, 3, 64), *(numbers(1, 5, 64, seed=s) for s in (1, 2))), fusing.fuse_rotary),
+    "heads' norm and rotary": (
+        normed_rotary,
+        (numbers(2, 5, 3, 64), numbers(64, seed=3), *(numbers(2, 5, 64, seed=s) for s in (1, 2))),
+        fusing.fuse_rotary,
+    ),
     "activation": (gated, (numbers(7, 192), numbers(7, 192, seed=1)), fusing.fuse_activations),
     "gradients": (gradients, tuple(numbers(7, 192, seed=s) for s in range(3)), fusing.fuse_activation_gradients),
     "both ways": (both_ways, (numbers(7, 192),), fusing.fuse_copies),
@@ -129,6 +148,43 @@ BEFORE_AND_AFTER = {
             "return %0, %10.0, %10.1, %11.0, %11.1",
         ],
         ["%0 = rms_norm_quantize(x, r, w)", "return %0.0, %0.2, %0.3, %0.4, %0.5"],
+    ),
+    "rotary": (
+        [
+            "%0 = transpose.int(h)",
+            "%1 = unsqueeze(cos)",
+            "%2 = unsqueeze(sin)",
+            "%3 = mul(%0, %1)",
+            "%4 = slice(%0)",
+            "%5 = neg(%4)",
+            "%6 = slice(%0)",
+            "%7 = cat(%5, %6)",
+            "%8 = mul(%7, %2)",
+            "%9 = add(%3, %8)",
+            "return %9",
+        ],
+        ["%0 = rms_norm_rotary(h, cos, sin)", "%1 = transpose.int(%0.0)", "return %1"],
+    ),
+    "heads' norm and rotary": (
+        [
+            "%0 = inverse_rms(x)",
+            "%1 = _to_copy(x)",
+            "%2 = mul(%1, %0)",
+            "%3 = _to_copy(%2)",
+            "%4 = mul(w, %3)",
+            "%5 = transpose.int(%4)",
+            "%6 = unsqueeze(cos)",
+            "%7 = unsqueeze(sin)",
+            "%8 = mul(%5, %6)",
+            "%9 = slice(%5)",
+            "%10 = neg(%9)",
+            "%11 = slice(%5)",
+            "%12 = cat(%10, %11)",
+            "%13 = mul(%12, %7)",
+            "%14 = add(%8, %13)",
+            "return %14",
+        ],
+        ["%0 = rms_norm_rotary(x, w, cos, sin)", "%1 = transpose.int(%0.0)", "return %1"],
     ),
     "activation": (
         ["%0 = silu(gate)", "%1 = mul(%0, up)", "%2 = quantize(%1)", "return %2.0, %2.1"],
@@ -255,6 +311,38 @@ def _weight_made_late(x, r, w):
     return ops.quantize(y.view(-1, 320), 1, 128, *JET)
 
 
+def _turned_the_other_way(h, cos, sin):
+    t, (c, s) = h.transpose(1, 2), (a.unsqueeze(1) for a in (cos, sin))
+    return t * c + torch.cat((t[..., 32:], -t[..., :32]), -1) * s
+
+
+def _pairs_of_neighbours(h, cos, sin):
+    t, (c, s) = h.transpose(1, 2), (a.unsqueeze(1) for a in (cos, sin))
+    return t * c + torch.stack((-t[..., 1::2], t[..., ::2]), -1).flatten(-2) * s
+
+
+def _wide_angles(h, cos, sin):
+    return rotary(h, cos.float(), sin.float())
+
+
+@pytest.mark.parametrize("function", [_turned_the_other_way, _pairs_of_neighbours, _wide_angles])
+def test_other_rotations_are_left_alone(function):
+    module = traced(function, *CASES["rotary"][1])
+    assert fusing.fuse_rotary(module) == []
+
+
+def test_a_rotation_whose_norm_is_read_elsewhere_keeps_the_norm():
+    def function(x, w, cos, sin):
+        h = w * (x.float() * ops.inverse_rms(x, 1e-6, False)).to(torch.bfloat16)
+        return rotary(h, cos, sin), h
+
+    inputs = CASES["heads' norm and rotary"][1]
+    module = traced(function, *inputs)
+    (fusion,) = fusing.fuse_rotary(module)
+    assert fusion.refusal == ""
+    assert all(map(torch.equal, run(module, inputs), bits(function(*inputs))))
+
+
 @pytest.mark.parametrize("function", [_gemma, _sum_not_mean, _weight_made_late])
 def test_other_norms_are_left_alone(function):
     module = traced(function, *CASES["norm"][1])
@@ -282,7 +370,7 @@ def test_a_fused_model_has_every_bit_and_keeps_less(kind, policy, batch, length)
         "rms_norm_quantize", "silu_mul_quantize", "silu_mul_backward_quantize", "quantize_rows_and_tokens",
     }  # fmt: skip
     alone = {"inverse_rms"} if kind == "qwen3" or policy == "bf16" else set()
-    assert operators == (set() if policy == "bf16" else expected) | alone
+    assert operators == (set() if policy == "bf16" else expected) | alone | {"rms_norm_rotary"}
     if policy != "bf16" and batch == 1:
         kept, less = (sum(s.bytes_per_token or 0 for s in m.jetgraph.saved()) for m in (plain, fused))
         assert less < kept / 1.5

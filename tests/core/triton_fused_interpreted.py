@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import reference, triton_fused, triton_rows, triton_transpose
+from jetgraph.lowering import reference, triton_fused, triton_rotary, triton_rows, triton_transpose
 from jetgraph.lowering.triton_fused import Tile
 
 JET = (448.0, 1e-12, "div", False)
@@ -141,6 +141,25 @@ def test_norms_of_several_blocks_of_tokens(tile):
     exact = 1 / (mean.double() + torch.tensor(1e-6)).sqrt()
     assert ((r.double() - exact).abs() <= 2.0**-23 * exact).all()
     assert_same(codes, both(weight * ((x + residual).float() * r).bfloat16()))
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+@pytest.mark.parametrize("batched", [False, True])
+def test_rotation_of_heads(size, batched):
+    """2 x 13 tokens of 3 heads are 78 rows, more than two programs, the last one ragged."""
+    x, weight = numbers(2, 13, 3, size), numbers(size, seed=1)
+    cos, sin = (numbers(2 if batched else 1, 13, size, seed=s) for s in (2, 3))
+
+    def turned(h: Tensor) -> Tensor:
+        other = torch.cat((-h[..., size // 2 :], h[..., : size // 2]), -1)
+        return h * cos[:, :, None] + other * sin[:, :, None]
+
+    out, none = triton_rotary.rms_norm_rotary(x, None, 0.0, True, cos, sin, **LOW)
+    assert_same([out], [turned(x)])
+    assert none.numel() == 0
+    out, r = triton_rotary.rms_norm_rotary(x, weight, 1e-6, True, cos, sin, **LOW)
+    assert_same([r], [triton_fused.inverse_rms(x, 1e-6, True, **LOW)])
+    assert_same([out], [turned(weight * (x.float() * r).bfloat16())])
 
 
 def written_out(x: Tensor) -> Tensor:

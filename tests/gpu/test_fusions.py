@@ -18,7 +18,7 @@ from jetgraph.lowering.triton_fused_provider import TritonFused, exercises, silu
 from tests.core.small_models import one_step, random_ids, random_model
 
 triton_fused = pytest.importorskip("jetgraph.lowering.triton_fused", reason="needs triton")
-from jetgraph.lowering import triton_rows, triton_silu, triton_transpose  # noqa: E402  (they import triton)
+from jetgraph.lowering import triton_rotary, triton_rows, triton_silu, triton_transpose  # noqa: E402  (they import triton)
 from jetgraph.lowering.triton_fused import Tile  # noqa: E402
 from jetgraph.lowering.triton_provider import words_refusal  # noqa: E402
 
@@ -55,6 +55,19 @@ def check(kernel: str, *arguments, **options) -> None:
     """Our kernel itself, not whom the registry would choose."""
     got, expected = getattr(triton_fused, kernel)(*arguments, **options), getattr(fused_reference, kernel)(*arguments)
     assert_same(*(([one] if isinstance(one, Tensor) else one) for one in (got, expected)))
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+@pytest.mark.parametrize(("batch", "length", "heads"), [(0, 5, 2), (1, 1, 1), (1, 257, 9), (3, 130, 8)])
+def test_rotation_of_heads(size, batch, length, heads):  # [A1, K14]
+    x, weight = numbers(batch, length, heads, size), numbers(size, seed=1)
+    for angles in (1, batch):
+        cos, sin = (numbers(angles, length, size, seed=s) for s in (2, 3))
+        views = torch.stack((x, x), -1)[..., 0]
+        for given in (x, views):
+            for w in (weight, None):
+                arguments = given, w, 1e-6, True, cos, sin
+                assert_same(triton_rotary.rms_norm_rotary(*arguments), fused_reference.rms_norm_rotary(*arguments))
 
 
 def check_all(x, residual, gate, up, dy, weight, rule=JET) -> None:
