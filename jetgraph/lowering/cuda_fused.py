@@ -22,9 +22,8 @@ def _run(kernel: str, inputs: tuple[Tensor, ...], arguments: tuple, request: Fus
     x = inputs[0]
     usual = all(t.shape == x.shape and t.dtype is torch.bfloat16 for t in inputs)
     usual = usual and x.numel() < x.shape[-1] * LIMIT
-    with torch.cuda.device(x.device):  # a kernel is launched on the current device, wherever its tensors are
-        chosen = registry.choose(request, x.device) if usual else registry.PROVIDERS["reference"]
-        return chosen.fused(kernel, *arguments)  # type: ignore[attr-defined]
+    chosen = registry.choose(request, x.device) if usual else registry.PROVIDERS["reference"]
+    return chosen.fused(kernel, *arguments)  # type: ignore[attr-defined]
 
 
 def quantize_rows_and_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, ...]:

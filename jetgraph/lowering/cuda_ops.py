@@ -19,18 +19,15 @@ from jetgraph.lowering.provider import Exact, Gemm, Quantizer
 
 
 def quantize(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(x.device):  # a kernel is launched on the current device, wherever its tensors are
-        return registry.choose(Quantizer(rows, cols, rule), x.device).quantize(x, rows, cols, *rule)
+    return registry.choose(Quantizer(rows, cols, rule), x.device).quantize(x, rows, cols, *rule)
 
 
 def quantize_transposed(x: Tensor, rows: int, cols: int, *rule) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(x.device):
-        return registry.choose(Quantizer(rows, cols, rule), x.device).quantize_transposed(x, rows, cols, *rule)
+    return registry.choose(Quantizer(rows, cols, rule), x.device).quantize_transposed(x, rows, cols, *rule)
 
 
 def quantize_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(x.device):
-        return registry.choose(Quantizer(group, 1, rule), x.device).quantize_tokens(x, group, *rule)
+    return registry.choose(Quantizer(group, 1, rule), x.device).quantize_tokens(x, group, *rule)
 
 
 def requantize_tokens(codes: Tensor, scale: Tensor, cols: int, group: int, *rule) -> tuple[Tensor, Tensor]:
@@ -40,9 +37,8 @@ def requantize_tokens(codes: Tensor, scale: Tensor, cols: int, group: int, *rule
             f"scales are {scale.dtype} {list(scale.shape)}; expected torch.float32 {list(expected)} for codes "
             f"{list(codes.shape)} in groups of {cols or 'a whole row'}"
         )
-    with torch.cuda.device(codes.device):
-        provider = registry.choose(Quantizer(group, 1, rule), codes.device)
-        return provider.requantize_tokens(codes, scale, cols, group, *rule)
+    provider = registry.choose(Quantizer(group, 1, rule), codes.device)
+    return provider.requantize_tokens(codes, scale, cols, group, *rule)
 
 
 def fp8_gemm(
@@ -61,29 +57,25 @@ def fp8_gemm(
     else:
         depth = 0 if b_rows == 1 else a.shape[1]  # WGRAD's depth is the number of tokens, which decides nothing
         chosen = registry.choose(Gemm(b.shape[0], depth, b_rows, group, bias is not None), a.device)
-    with torch.cuda.device(a.device):
-        return chosen.fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
+    return chosen.fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
 
 
 def row_mean(x: Tensor) -> Tensor:
     from jetgraph.lowering import triton_rows  # imports triton
 
-    with torch.cuda.device(x.device):
-        return triton_rows.row_mean(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+    return triton_rows.row_mean(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
 def row_tile_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
-    with torch.cuda.device(x.device):
-        chosen = _exact(Exact("row_tile_gemm", x.dtype), x.device, len(dtypes) == 1)
-        return chosen.row_tile_gemm(x, weight, bias)
+    chosen = _exact(Exact("row_tile_gemm", x.dtype), x.device, len(dtypes) == 1)
+    return chosen.row_tile_gemm(x, weight, bias)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(q.device):
-        return _attention("attention", q, k, v, scale).attention(q, k, v, scale, window, softcap, first)
+    return _attention("attention", q, k, v, scale).attention(q, k, v, scale, window, softcap, first)
 
 
 def attention_backward(
@@ -100,9 +92,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     is_plain = window == 0 and softcap == 0 and first is None and q.numel() > 0
     is_plain = is_plain and 1 < q.shape[2] == k.shape[2] and not torch.are_deterministic_algorithms_enabled()
-    with torch.cuda.device(q.device):
-        provider = _attention("attention_backward", q, k, v, scale, is_plain)
-        return provider.attention_backward(grad, q, k, v, out, lse, scale, window, softcap, first)
+    provider = _attention("attention_backward", q, k, v, scale, is_plain)
+    return provider.attention_backward(grad, q, k, v, out, lse, scale, window, softcap, first)
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, is_plain: bool = False) -> Any:

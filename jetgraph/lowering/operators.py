@@ -39,5 +39,15 @@ class Operator:
 
 
 def on_cuda(function: Callable[..., Any]) -> None:
-    """``function`` runs the operator of its name where tensors are on a GPU."""
-    LIBRARY.impl(function.__name__, function, "CUDA")
+    """``function``, whose first argument is a tensor, runs the operator of its name where tensors are on a GPU.
+
+    It runs on that tensor's device: a kernel is launched on the current device, wherever its tensors are.
+    """
+
+    def run(first: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if first.get_device() == torch.cuda.current_device():
+            return function(first, *arguments, **options)
+        with torch.cuda.device(first.device):
+            return function(first, *arguments, **options)
+
+    LIBRARY.impl(function.__name__, run, "CUDA")

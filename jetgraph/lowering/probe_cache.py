@@ -48,13 +48,13 @@ def _path(name: str, device: torch.device) -> Path | None:
         return None
     capability = torch.cuda.get_device_capability(device)
     machine = torch.cuda.get_device_name(device), capability, torch.__version__, torch.version.cuda, triton
-    key = hashlib.sha256(repr((name, machine, _sources())).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((name, machine, sources())).encode()).hexdigest()[:32]
     return Path(folder) / "probes" / f"{name}-{key}.json"
 
 
 @cache
-def _sources() -> str:
-    """Digest of every module beside this one: a kernel's bits depend on no other code."""
+def sources() -> str:
+    """Digest of every module beside this one: a kernel's bits, and how its results lie, depend on no other code."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

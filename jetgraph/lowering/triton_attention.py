@@ -11,7 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.triton_attention_kernels import attention_kernel, paged_attention_kernel
+from jetgraph.lowering.triton_launch import launch
 
 ATTENTION_TILE = (128, 64, 8, 3)
 """BLOCK_M, BLOCK_N, warps, stages, the same in training and rollout.  `python -m benchmarks.exact --sweep`: others."""
@@ -53,8 +55,10 @@ def attention(
     if k.stride(2) != v.stride(2):
         k, v = k.contiguous(), v.contiguous()
     block_m, block_n, warps, stages = tile or tile_of(size)
-    grid = (triton.cdiv(num_queries, block_m // per_group), num_groups, batch)
-    attention_kernel[grid](
+    grid = (num_blocks(num_queries, block_m // per_group), num_groups, batch)
+    launch(
+        attention_kernel,
+        grid,
         q,
         k,
         v,
@@ -135,7 +139,9 @@ def paged_attention(
     block_m, block_n, warps, stages = tile or tile_of(size)
     per_group = num_heads // num_groups
     grid = (num_tokens // (block_m // per_group) + len(seq_lens), num_groups)
-    paged_attention_kernel[grid](
+    launch(
+        paged_attention_kernel,
+        grid,
         q,
         key_cache,
         value_cache,

@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.triton_attention import in_units, padded, refused
 from jetgraph.lowering.triton_attention_kernels import LOG2E, MINUS_INF, exp2, product, soft_cap
+from jetgraph.lowering.triton_launch import launch
 
 QUERY_TILE, KEY_TILE = (128, 64, 8, 2), (64, 128, 8, 2)
 """BLOCK_M, BLOCK_N, warps, stages of the kernels of dQ and of dK and dV."""
@@ -294,12 +296,12 @@ def attention_backward(
         "enable_fp_fusion": True,
     }
     block_m, block_n, warps, stages = query_tile
-    query_gradient_kernel[(triton.cdiv(num_queries, block_m // per_group), num_groups, batch)](
+    launch(query_gradient_kernel, (num_blocks(num_queries, block_m // per_group), num_groups, batch),
         q, k, v, out, grad, lse, rows, starts, dq, *numbers,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **flags,
     )  # fmt: skip
     block_m, block_n, warps, stages = key_tile
-    key_gradient_kernel[(triton.cdiv(num_keys, block_n), num_groups, batch)](
+    launch(key_gradient_kernel, (num_blocks(num_keys, block_n), num_groups, batch),
         q, k, v, grad, rows, starts, last, dk, dv, *numbers,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **flags,
     )  # fmt: skip

@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
+from jetgraph.lowering.triton_launch import launch
+
 GEMM_TILE = (128, 128, 64, 8, 4)
 """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: one tile for every M; `benchmarks.exact --sweep` times others."""
 SWIZZLE = 8
@@ -104,7 +107,9 @@ def row_tile_gemm(
         return out.view(*x.shape[:-1], num_out)
     weight = same_start(weight)
     block_m, block_n, block_k, warps, stages = tile
-    bf16_gemm_kernel[(triton.cdiv(rows.shape[0], block_m) * triton.cdiv(num_out, block_n),)](
+    launch(
+        bf16_gemm_kernel,
+        (num_blocks(rows.shape[0], block_m) * num_blocks(num_out, block_n),),
         rows,
         weight,
         out if bias is None else same_start(bias),

@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.triton_fused_kernels import NORM, PLAIN, SILU_MUL, silu_mul_backward_kernel, tile_kernel
 from jetgraph.lowering.triton_fused_provider import LIMIT
+from jetgraph.lowering.triton_launch import launch
 from jetgraph.lowering.triton_norm_kernels import inverse_rms_kernel, norm_kernel
 from jetgraph.lowering.triton_quantize import LEAST_SCALE, _empty, _rule_arguments
 from jetgraph.lowering.triton_rows import pieces
@@ -70,12 +72,15 @@ Codes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _empty_codes(x: Tensor, rows: bool, tokens: bool) -> Codes:
     """Codes and scales along the features and along the tokens of x [T, C]; none where they are not asked for."""
-    along_rows, along_tokens = _empty(x, 1, GROUP, False), _empty(x, GROUP, 1, True)
-    if not rows:
-        along_rows = _empty(x[:0], 1, GROUP, False)
-    if not tokens:
-        along_tokens = _empty(x[:0], 1, GROUP, False)
-    return (*along_rows, *along_tokens)
+    along_rows = _empty(x, 1, GROUP, False) if rows else _nothing(x)
+    return (*along_rows, *(_empty(x, GROUP, 1, True) if tokens else _nothing(x)))
+
+
+def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands for codes and scales that are not asked for."""
+    size = x.shape[1]
+    codes = x.new_empty((0, size), dtype=torch.float8_e4m3fn)
+    return codes, x.new_empty((0, num_blocks(size, GROUP)), dtype=torch.float32)
 
 
 def _stored(codes: Codes, whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,8 +108,8 @@ def _quantize_tiles(
     (a_words, a_units), (b_words, b_units) = _words(a), _words(b)
     height = GROUP if tokens else tile.tokens
     edges = _edges(num_rows, num_features, height)
-    programs = triton.cdiv(num_rows, height) * triton.cdiv(num_features, GROUP)
-    tile_kernel[(programs,)](
+    programs = num_blocks(num_rows, height) * num_blocks(num_features, GROUP)
+    launch(tile_kernel, (programs,),
         a_words, b_words, r, *_stored(out, edges["WHOLE"]), num_rows, num_features // UNIT, a_units, b_units,
         SOURCE=source.value, ROWS=rows, TOKENS=tokens, BLOCKS=blocks, FOURTH=height // 4,
         WAY=way if native else DIVISION.value, **edges, **tile.options(), **_arguments(rule, native),
@@ -134,7 +139,7 @@ def quantize_transposed(
     num_rows, num_features = x.shape
     codes = x.new_empty((num_features, num_rows), dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-num_features // group), -(-num_rows // group)), dtype=torch.float32)
-    out = (*_empty(x[:0], 1, GROUP, False), codes, scale)
+    out = (*_nothing(x), codes, scale)
     _quantize_tiles(PLAIN, x, x, scale, out, rule, tile, native, rows=False, blocks=True)
     return codes, scale
 
@@ -179,8 +184,8 @@ def silu_mul_backward_quantize(
     d_gate, d_up = (_empty_codes(inputs[0], True, True) for _ in range(2))
     if inputs[0].numel():
         (words, units), edges = zip(*map(_words, inputs), strict=True), _edges(num_rows, num_features)
-        tiles = triton.cdiv(num_rows, GROUP) * triton.cdiv(num_features, GROUP)
-        silu_mul_backward_kernel[(tiles * (1 + tile.split),)](
+        tiles = num_blocks(num_rows, GROUP) * num_blocks(num_features, GROUP)
+        launch(silu_mul_backward_kernel, (tiles * (1 + tile.split),),
             *words, *_stored(d_gate, edges["WHOLE"]), *_stored(d_up, edges["WHOLE"]), num_rows, num_features // UNIT,
             *units, SPLIT=tile.split, FOURTH=GROUP // 4, WAY=way if native else DIVISION.value,
             **edges, **tile.options(), **_arguments(rule, native),
@@ -197,7 +202,7 @@ def inverse_rms(x: Tensor, eps: float, own_mean: bool, *, native: bool = True) -
         (words, units), cut = _words(flat), pieces(num_features)
         height = 1 << max(2, min(5, (4096 // sum(cut)).bit_length() - 1))  # a few rows keep a program busy
         edges = _edges(num_rows, num_features, height, sum(cut))
-        inverse_rms_kernel[(triton.cdiv(num_rows, height),)](
+        launch(inverse_rms_kernel, (num_blocks(num_rows, height),),
             words, r, num_rows, num_features // UNIT, units, eps, ROWS=height, PIECES=cut, EVEN=edges["EVEN"],
             NATIVE=native, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -244,7 +249,7 @@ def rms_norm_quantize(
     total = x_words if residual is None else sums.view(torch.int32)
     shape, units = (num_rows, num_features // UNIT), (x_units, other_units)
     edges = _edges(num_rows, num_features, tile.tokens, sum(cut))
-    norm_kernel[(triton.cdiv(num_rows, tile.tokens),)](
+    launch(norm_kernel, (num_blocks(num_rows, tile.tokens),),
         x_words, other, weight_words, total, r, *_stored(out, False)[:2], *shape, *units, eps,
         RESIDUAL=residual is not None, ROWS=tile.tokens, PIECES=cut, EVEN=edges["EVEN"],
         **tile.options(), **_arguments(rule, native),

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
+from jetgraph.lowering.triton_launch import launch
+
 
 @triton.jit
 def fp8_gemm_kernel(
@@ -114,7 +117,9 @@ def fp8_gemm(
         return out
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     block_m, block_n, warps, stages = tile
-    fp8_gemm_kernel[(triton.cdiv(num_rows, block_m) * triton.cdiv(num_out, block_n),)](
+    launch(
+        fp8_gemm_kernel,
+        (num_blocks(num_rows, block_m) * num_blocks(num_out, block_n),),
         a,
         a_scale,
         b,

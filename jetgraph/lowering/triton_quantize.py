@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.scale_layout import row_scales, token_scales
+from jetgraph.lowering.triton_launch import launch
 from jetgraph.precision import E4M3_MAX
 
 E4M3 = torch.float8_e4m3fn
@@ -234,7 +236,9 @@ def _launch(
     num_rows, num_cols = x.shape
     tile_r, tile_c = (side if side > 1 else lanes[0] for side in block)
     strides = [t.stride()[::-1] if transposed else t.stride() for t in out]
-    quantize_kernel[(triton.cdiv(num_rows, tile_r) * triton.cdiv(num_cols, tile_c),)](
+    launch(
+        quantize_kernel,
+        (num_blocks(num_rows, tile_r) * num_blocks(num_cols, tile_c),),
         x,
         x if x_scales is None else x_scales,
         out[0].view(torch.uint8),

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.triton_fused_kernels import neighbours, normed
+from jetgraph.lowering.triton_launch import launch
 from jetgraph.lowering.triton_rows import add_neighbours, mean_of
 from jetgraph.lowering.triton_words import add, high, low, multiply, tile_at
 
@@ -82,7 +84,7 @@ def rms_norm_rotary(
     r = x.new_empty((batch, length, num_heads, 1) if weight is not None else (0,), dtype=torch.float32)
     num_rows = batch * length * num_heads
     if num_rows:
-        rotary_kernel[(triton.cdiv(num_rows, ROWS),)](
+        launch(rotary_kernel, (num_blocks(num_rows, ROWS),),
             _words(x), _words(x if weight is None else weight), _words(cos), _words(sin), out.view(torch.int32), r,
             num_rows, num_heads, length, length if cos.shape[0] > 1 else 0, eps,
             ROWS=ROWS, WORDS=size // 4, NORM=weight is not None, NATIVE=native, num_warps=4, enable_fp_fusion=False,

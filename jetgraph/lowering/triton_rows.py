@@ -24,6 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
+from jetgraph.lowering.triton_launch import launch
+
 LANES = tl.constexpr(256)
 LONGEST = 8192
 MAX_LENGTH = 65536
@@ -104,7 +107,17 @@ def row_mean(x: Tensor) -> Tensor:
     out = x.new_empty(num_rows)
     if num_rows:
         rows = max(1, 2048 // pieces(length)[0])  # a program's numbers; the sum of a row does not depend on it
-        row_mean_kernel[(triton.cdiv(num_rows, rows),)](
-            x, out, num_rows, length, x.stride(0), ROWS=rows, PIECES=pieces(length), num_warps=4, enable_fp_fusion=False
+        launch(
+            row_mean_kernel,
+            (num_blocks(num_rows, rows),),
+            x,
+            out,
+            num_rows,
+            length,
+            x.stride(0),
+            ROWS=rows,
+            PIECES=pieces(length),
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return out

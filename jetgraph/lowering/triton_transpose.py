@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetgraph.lowering.reference import num_blocks
+from jetgraph.lowering.triton_launch import launch
 from jetgraph.lowering.triton_words import store, tile_at
 
 SIDE = 128
@@ -81,12 +83,19 @@ def transpose_codes(codes: Tensor, warps: int = WARPS) -> Tensor:
         return out
     x_row = codes.stride(0)
     if num_rows % 16 == num_cols % 16 == x_row % 16 == codes.data_ptr() % 16 == 0:
-        transpose_words_kernel[(triton.cdiv(num_rows, SIDE) * triton.cdiv(num_cols, SIDE),)](
+        launch(transpose_words_kernel, (num_blocks(num_rows, SIDE) * num_blocks(num_cols, SIDE),),
             codes.view(torch.uint8).view(torch.int32), out.view(torch.uint8).view(torch.int32), num_rows, num_cols,
             x_row // 16, EVEN=num_rows % SIDE == num_cols % SIDE == 0, num_warps=warps,
         )  # fmt: skip
     else:
-        transpose_bytes_kernel[(triton.cdiv(num_rows, 64) * triton.cdiv(num_cols, 64),)](
-            codes.view(torch.uint8), out.view(torch.uint8), num_rows, num_cols, x_row, num_warps=warps
+        launch(
+            transpose_bytes_kernel,
+            (num_blocks(num_rows, 64) * num_blocks(num_cols, 64),),
+            codes.view(torch.uint8),
+            out.view(torch.uint8),
+            num_rows,
+            num_cols,
+            x_row,
+            num_warps=warps,
         )
     return out
