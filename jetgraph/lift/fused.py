@@ -4,6 +4,7 @@ with and without fusions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jetgraph.layout import Value
@@ -65,8 +66,11 @@ def _rms_norm_rotary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: di
     layouts, r = lift.layouts, Nothing()
     pointwise = layouts.pointwise
     if weight is not None:
+        where = lift.builder.where
+        lift.builder.where = replace(where, fqn=_owner(lift, weight, where.fqn))  # the norm, not whoever rotates
         r = _inverse_rms_of(lift, h, eps, own_mean)
         h = pointwise("mul", [weight, pointwise("mul", [h, r], Format.BF16)], Format.BF16)
+        lift.builder.where = where
     h = layouts.permute(h, (0, 2, 1, 3))
     half = layouts.shape(h)[-1] // 2
     first, second = layouts.slice(h, 3, 0, half), layouts.slice(h, 3, half, None)
@@ -74,6 +78,12 @@ def _rms_norm_rotary(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: di
     cos, sin = (Value(a.term, a.atoms, (a.dims[0], (), *a.dims[1:])) for a in angles)
     products = [pointwise("mul", [a, b], Format.BF16) for a, b in ((h, cos), (turned, sin))]
     return layouts.permute(pointwise("add", products, Format.BF16), (0, 2, 1, 3)), r
+
+
+def _owner(lift: Lifter, weight: Value, otherwise: str) -> str:
+    """The module that a parameter belongs to."""
+    node = lift.builder.nodes[weight.term]
+    return str(node.attr("name")).rpartition(".")[0] if node.op == "parameter" else otherwise
 
 
 @handles("jetgraph.silu_mul_quantize")

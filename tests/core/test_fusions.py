@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import jetgraph
+from jetgraph.node import Phase
 from jetgraph.passes import fuse as fusing
 from jetgraph.passes.edit import mark_forward
 from jetgraph.passes.fuse.legality import disagreement
@@ -387,4 +388,6 @@ def test_a_fused_model_is_the_same_graph():
         model = jetgraph.compile(random_model("qwen3"), fused=fused)
         graphs.append(capture_step(model.jetgraph, random_ids(model, 1, 53)).graph)
     assert graphs[0].semantic_digest == graphs[1].semantic_digest
+    norms = [sorted(n.fqn for n in g.nodes if n.op == "rsqrt" and n.phase is Phase.FORWARD) for g in graphs]
+    assert norms[0] == norms[1]
     assert graphs[1].meta["unknown"] == []
