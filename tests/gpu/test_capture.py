@@ -24,8 +24,10 @@ def test_the_gpu_captures_the_terms_that_the_cpu_captures(policy):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
+    models = {device: jetgraph.compile(random_model("qwen3").to(device), policy) for device in ("cpu", "cuda")}
+
     def terms(device: str, shape: tuple[int, int], options: dict) -> list[tuple]:
-        model = jetgraph.compile(random_model("qwen3").to(device), policy)
+        model = models[device]
         given = {name: value.to(device) for name, value in options.items()}
         graph = capture_step(model.jetgraph, random_ids(model, *shape).to(device), **given).graph
         assert graph.meta["unknown"] == []
