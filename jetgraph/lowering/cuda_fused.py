@@ -18,9 +18,9 @@ from jetgraph.lowering.triton_fused_provider import LIMIT
 
 
 def _run(kernel: str, inputs: tuple[Tensor, ...], arguments: tuple, request: Fused) -> Any:
-    """``inputs`` are the arguments that have one number for each of the result's."""
-    x = inputs[0]
-    usual = all(t.shape == x.shape and t.dtype is torch.bfloat16 for t in inputs)
+    """``inputs`` are the arguments that have one number for each of the result's; none if no kernel is for them."""
+    x = arguments[0]
+    usual = bool(inputs) and all(t.shape == x.shape and t.dtype is torch.bfloat16 for t in inputs)
     usual = usual and x.numel() < x.shape[-1] * LIMIT
     chosen = registry.choose(request, x.device) if usual else registry.PROVIDERS["reference"]
     return chosen.fused(kernel, *arguments)  # type: ignore[attr-defined]
@@ -47,9 +47,11 @@ def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:
 def rms_norm_rotary(
     x: Tensor, weight: Tensor | None, eps: float, own_mean: bool, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    narrow = all(t.dtype is torch.bfloat16 for t in (cos, sin, *(() if weight is None else (weight,))))
-    request = Fused("rms_norm_rotary", x.shape[-1], 128, None, own_mean and narrow)
-    return _run(request.kernel, (x,), (x, weight, eps, own_mean, cos, sin), request)
+    request = Fused("rms_norm_rotary", x.shape[-1], 128, None, own_mean)
+    narrow = all(t.dtype is torch.bfloat16 for t in (cos, sin, x if weight is None else weight))
+    one_a_token = cos.shape == sin.shape in ((1, x.shape[1], x.shape[3]), (x.shape[0], x.shape[1], x.shape[3]))
+    inputs, arguments = (x,), (x, weight, eps, own_mean, cos, sin)
+    return _run(request.kernel, inputs if narrow and one_a_token else (), arguments, request)
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, tokens: bool, group: int, *rule) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import fused_ops, reference, registry  # noqa: F401
+from jetgraph.lowering import cuda_fused, fused_ops, fused_reference, reference, registry  # noqa: F401
 from jetgraph.lowering.provider import Finding, Fused, Gemm
 from jetgraph.lowering.triton_fused_provider import FUSED, TritonFused, exercises
 
@@ -33,6 +33,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         (Fused("rms_norm_quantize", 576, 128, JET), None),
         (Fused("silu_mul_quantize", 12288, 64, JET), "groups of 64; expected 128"),
         (Fused("silu_mul_quantize", 100, 128, JET), "100 features; expected a multiple of 16"),
+        (Fused("rms_norm_rotary", 128, 128, None), None),
+        (Fused("rms_norm_rotary", 96, 128, None), r"heads of 96; expected one of \(32, 64, 128, 256\)"),
         (Fused("rms_norm_quantize", 576, 128, JET, own_mean=False), "the mean is ATen's"),
         (Fused("silu_mul_quantize", 576, 128, (448.0, 1e-30, "div", False)), r"scales ≥ 2\^-60"),
         (Gemm(4096, 4096), "it runs fused operators alone"),
@@ -119,6 +121,34 @@ def test_codes_of_every_bf16_number_by_every_scale(qmax, exponent, ulps_below): 
     assert (lower >= 0).all()
     assert torch.equal(codes(fma(x, upper, x * lower)), codes(x / scale))
     assert not torch.equal(codes(x * (one / scale)), codes(x / scale))  # one product alone would not do
+
+
+# ------------------------------------------------------------------------------------------------ who runs
+
+
+@pytest.mark.parametrize(
+    ("cos", "sin", "dtype", "asked"),
+    [
+        ((1, 5, 64), (1, 5, 64), torch.bfloat16, True),
+        ((2, 5, 64), (2, 5, 64), torch.bfloat16, True),
+        ((1, 1, 64), (1, 1, 64), torch.bfloat16, False),  # one angle for all tokens: the kernel would read past it
+        ((2, 5, 64), (1, 5, 64), torch.bfloat16, False),
+        ((1, 5, 64), (1, 5, 64), torch.float32, False),
+    ],
+)
+def test_only_one_angle_a_token_asks_for_a_kernel(cos, sin, dtype, asked, monkeypatch):
+    requests = []
+
+    def choose(request, device):
+        requests.append(request.kernel)
+        return registry.PROVIDERS["reference"]
+
+    monkeypatch.setattr(registry, "choose", choose)
+    x = torch.randn(2, 5, 3, 64).bfloat16()
+    arguments = x, None, 0.0, True, torch.randn(cos).to(dtype), torch.randn(sin).to(dtype)
+    out, _ = cuda_fused.rms_norm_rotary(*arguments)
+    assert requests == ["rms_norm_rotary"] * asked
+    assert torch.equal(out, fused_reference.rms_norm_rotary(*arguments)[0])
 
 
 # ------------------------------------------------------------------------------------------------ kernels, no GPU

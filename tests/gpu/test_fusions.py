@@ -70,6 +70,13 @@ def test_rotation_of_heads(size, batch, length, heads):  # [A1, K14]
                 assert_same(triton_rotary.rms_norm_rotary(*arguments), fused_reference.rms_norm_rotary(*arguments))
 
 
+def test_angles_that_tokens_share_run_the_definition():
+    x, cos, sin = numbers(2, 5, 3, 64), numbers(1, 1, 64, seed=1), numbers(2, 5, 64, seed=2)
+    for angles in ((cos, cos), (sin, cos), (cos.float(), cos.float())):
+        arguments = x, None, 0.0, True, *angles
+        assert_same(ops.rms_norm_rotary(*arguments), fused_reference.rms_norm_rotary(*arguments))
+
+
 def check_all(x, residual, gate, up, dy, weight, rule=JET) -> None:
     check("quantize_rows_and_tokens", x.reshape(-1, x.shape[-1]), 128, *rule)
     check("inverse_rms", x, 1e-6, True)
