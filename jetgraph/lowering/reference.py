@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetgraph.lowering.scale_layout import row_scales, token_scales
+from jetgraph.normal_form import as_f32
 
 GROUP = 128
 MAX_EXACT_CODES = 2**53 // (448**2 * 2**18)
@@ -254,7 +255,8 @@ def attention(
 
     ``first`` [B, n] int64 is the first visible key of each query: the start of its own sequence where several share one
     row, the number of pads where a row is padded on the left.  A query that sees no key gives zeros, and zero
-    gradients.  ``softcap`` c > 0 turns each score s into c·tanh(s / c).
+    gradients.  ``softcap`` c > 0 turns each score s into c·tanh(s / c).  ``scale`` and ``softcap`` count as the FP32
+    numbers nearest to them: a kernel gets no more, and neither does a graph.
 
     Returns [B, n, H, D] in q's dtype, and the log-sum-exp of each query's scores, FP32 [B, H, n], -inf where it sees no
     key.  Scores, softmax and sums are float64; one rounding at the end.
@@ -286,7 +288,7 @@ def attention_backward(
     d_out = grad.to(torch.float64).transpose(1, 2).unflatten(1, (num_groups, -1))  # B g r n D
     query = q.to(torch.float64).unflatten(1, (num_groups, -1))
     d_probs = torch.einsum("bgrqd,bgld->bgrql", d_out, v.to(torch.float64))
-    d_scores = probs * (d_probs - (d_probs * probs).sum(-1, keepdim=True)) * scale
+    d_scores = probs * (d_probs - (d_probs * probs).sum(-1, keepdim=True)) * as_f32(scale)
     if slope is not None:
         d_scores = d_scores * slope
     dq = torch.einsum("bgrql,bgld->bgrqd", d_scores, k.to(torch.float64)).flatten(1, 2)
@@ -314,9 +316,10 @@ def _scores(
     if window < 0 or softcap < 0:
         raise ValueError(f"attention window={window}, softcap={softcap}: expected 0 for none, or a positive number")
     query = q.to(torch.float64).unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("bgrqd,bgld->bgrql", query, k.to(torch.float64)) * scale
+    scores = torch.einsum("bgrqd,bgld->bgrql", query, k.to(torch.float64)) * as_f32(scale)
     slope = None
     if softcap:
+        softcap = as_f32(softcap)
         capped = torch.tanh(scores / softcap)
         scores, slope = capped * softcap, 1.0 - capped * capped
     return scores.masked_fill(_hidden_keys(q, k, window, first), float("-inf")), slope

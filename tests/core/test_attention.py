@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 
 import pytest
 import torch
@@ -79,6 +80,23 @@ def test_output_and_gradients_equal_a_dense_oracle_bit_for_bit(window, softcap, 
 
 def flushed(grad):
     return torch.where(grad.abs() < 2**-45, 0.0, grad)
+
+
+def test_the_scale_counts_as_the_fp32_number_that_a_graph_holds():
+    """1/√128 is no FP32 number: with the double, about one output in 27,000 has another last bit."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 8, 96, 128, generator=generator).bfloat16() for _ in range(4))
+    double = 128**-0.5
+    single = struct.unpack("f", struct.pack("f", double))[0]
+    assert single != double
+    out, lse = reference.attention(q, k, v, double)
+    exact = torch.softmax(
+        (q.double() @ k.double().mT * single).masked_fill(torch.ones(96, 96).triu(1).bool(), float("-inf")), -1
+    )
+    assert torch.equal(out, (exact @ v.double()).bfloat16().transpose(1, 2))
+    assert torch.equal(lse, reference.attention(q, k, v, single)[1])
+    gradients = [reference.attention_backward(grad.transpose(1, 2), q, k, v, s) for s in (double, single)]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_gradients_by_finite_differences():
