@@ -16,13 +16,15 @@ step is a line in ``--work``; the curves are their means over the seeds in a ban
     python -m benchmarks.rl --write-problems long.json --style long      # elsewhere: needs reasoning-gym
     python -m benchmarks.rl --problems long.json --length 2048 --together 3 --minutes 9
 
-``--minutes`` ends all arms in time, and the report says how many steps each did; ``--only-report`` makes it again from
-``--work``.  ``--tiny`` runs two steps of a random model of two layers on any machine, and its figures mean nothing.
+``--minutes`` ends all arms in time, and the report says how many steps each did; the same call with the same ``--work``
+goes on from there, and ``--only-report`` makes the report again.  ``--tiny`` runs two steps of a random model of two
+layers on any machine, and its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -49,6 +51,8 @@ from jetgraph.export import export_checkpoint
 
 STEPS, PROMPTS, SAMPLES, SEEDS = 100, 16, 8, (0, 1, 2)
 NAIVE = "naive FP8 rollout"
+ARMS = ("bf16/bf16", NAIVE, "jet")
+SETTINGS = "settings.json"
 
 
 def pairing_of(arm: str, naive: str) -> Pairing:
@@ -111,14 +115,23 @@ def own_environment(*, stock: bool) -> dict[str, str]:
     if not torch.cuda.is_available():
         # even stock engines need the plugin: theirs pack the weights where no update reaches them
         return {"JETGRAPH_PLAIN_LINEAR": "1"}
-    # vLLM's second model runner takes logprobs by kernels of its own, whose sums are not training's
-    return {"VLLM_PLUGINS": ""} if stock else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    # vLLM's second model runner takes logprobs by kernels of its own, whose sums are not training's: one for all arms
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} | ({"VLLM_PLUGINS": ""} if stock else {})
 
 
-def run_job(job: Job, path: Path) -> bool:
-    """One arm's process to its end; False if it failed, which it says."""
+def devices() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` is to be for each GPU that this process sees; one empty name if it sees none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return names or [""]
+
+
+def run_job(job: Job, path: Path, device: str) -> bool:
+    """One arm's process on one of `devices` to its end; False if it failed, which it says."""
     job.save(path)
     environment = {**ENVIRONMENT, **os.environ, **own_environment(stock=job.rollout is None)}
+    environment["CUDA_VISIBLE_DEVICES"] = device
+    environment["VLLM_CACHE_ROOT"] = str(path.with_suffix(".cache"))  # two engines that write one entry damage it
 
     def say(line: str) -> None:
         print(f"{job.name}: {line}", flush=True)
@@ -131,13 +144,13 @@ def run_job(job: Job, path: Path) -> bool:
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Every arm; False if one failed."""
+    """Every arm, on all GPUs in turn; False if one failed."""
     longest = max(map(len, Problems.load(options.problems, None).prompts))
     groups = [[seed] for seed in options.seeds] if options.split_seeds else [list(options.seeds)]
     jobs = [job_of(arm, seeds, options, longest) for seeds in groups for arm in options.arms]
     with ThreadPoolExecutor(max_workers=options.together) as pool:
         paths = [Path(f"{job.rows}-{job.seeds[0]}.job.json") for job in jobs]
-        return all(list(pool.map(run_job, jobs, paths)))
+        return all(list(pool.map(run_job, jobs, paths, itertools.cycle(devices()))))
 
 
 def settings(options: argparse.Namespace, device: str) -> dict[str, Any]:
@@ -153,7 +166,7 @@ def keep_settings(work: Path, told: dict[str, Any]) -> None:
     Raises:
         ValueError: the steps that lie there were made with others.
     """
-    path = work / "settings.json"
+    path = work / SETTINGS
     before = json.loads(path.read_text()) if path.is_file() else told
     if different := [name for name in told if before.get(name) != told[name]]:
         name = different[0]
@@ -184,7 +197,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--style", choices=list(INSTRUCTIONS), default="short", help="of --write-problems")
     parser.add_argument("--terms", type=int, default=2, help="of --write-problems: at most so many numbers a sum")
     parser.add_argument("--digits", type=int, default=2, help="of --write-problems: at most so many digits a number")
-    parser.add_argument("--arms", nargs="+", choices=list(PAIRINGS), default=list(PAIRINGS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--naive", choices=["stock", "codes"], help="whose FP8 the naive arm serves")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -198,7 +211,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="no step begins after so long")
     parser.add_argument("--eager", action="store_true", help="engines without CUDA graphs and compilation")
     parser.add_argument("--work", type=Path, help="keeps steps and served folders there")
-    parser.add_argument("--only-report", action="store_true", help="of the steps that lie in --work")
+    parser.add_argument("--only-report", action="store_true", help="of the steps that lie in --work, on any machine")
     parser.add_argument("--picture", type=Path, default=Path("out/rl.svg"), help="the curves; all steps go beside it")
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--tiny", action="store_true", help="a random model, two steps, any machine: no measurement")
@@ -232,8 +245,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.model = str(write_model(options.work / "model", 2, tiny=True))
             options.problems = options.work / "problems.json"
             random_problems(512, options.steps * options.prompts, 7).save(options.problems)
-        told = settings(options, device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement")
-        keep_settings(options.work, told)
+        if options.only_report:
+            told = json.loads((options.work / SETTINGS).read_text())
+        else:
+            told = settings(options, device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement")
+            keep_settings(options.work, told)
         failed = not options.only_report and not run(options)
         return max(finish(options, told), int(failed))
 

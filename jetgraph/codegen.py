@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jetgraph.lowering.probe_cache import sources
 from jetgraph.passes.edit import VIEWS
 
 CODEGENS = ("auto", "fx", "inductor")
@@ -141,7 +142,9 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
     options: dict[str, Any] = {"emulate_precision_casts": True}
     if is_forward:  # no pattern may turn a product and a sum, two roundings, into one
         options["pattern_matcher"] = False
-    with config.patch(options):
+    # Inductor's cache on disk knows our operators by name alone, and its code expects results that lie as they did
+    tag = f"{torch.compiler.config.cache_key_tag} jetgraph {sources()}"
+    with config.patch(options), torch.compiler.config.patch(cache_key_tag=tag):
         return compile_fx_inner(decomposed, inputs)  # type: ignore[return-value]
 
 

@@ -25,6 +25,7 @@ from jetgraph.backend import Backend, run_region
 from jetgraph.codegen import CODEGENS
 from jetgraph.coverage import Coverage, coverage
 from jetgraph.errors import CompileError
+from jetgraph.followed import follow, get_followed
 from jetgraph.graph import Role
 from jetgraph.linear import Linear, check_convertible, convert
 from jetgraph.lowering import registry
@@ -43,6 +44,7 @@ from jetgraph.scope import check_supported
 PROVIDERS = ("reference", "stock")
 SCOPES = ("blocks", "whole")
 MASTERS = (torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -60,12 +62,16 @@ class Compiled:
     codegen: str = "fx"
     kernels: Kernels = field(default_factory=Kernels)
     fused: bool = False
+    engine: str | None = None
+    """Whose own arithmetic the model follows (`jetgraph.followed`); None: engines follow the model."""
+    device: torch.device = CPU
+    """Where it was compiled to run."""
     regions: dict[str, Backend] = field(default_factory=dict)
     """FQN of each compiled region → its backend; regions that decide alike share one."""
     tried: list[Fusion] = field(default_factory=list)
 
     def __reduce__(self) -> tuple:
-        options = self.policy, self.provider, self.scope, self.codegen, self.kernels, self.fused
+        options = self.policy, self.provider, self.scope, self.codegen, self.kernels, self.fused, self.engine
         return _unpickled, options, {"model": self.model}
 
     @property
@@ -134,6 +140,8 @@ def compile(
     codegen: str = "auto",
     kernels: str = "auto",
     fused: bool | None = None,
+    engine: str | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.nn.Module:
     """Make ``model`` train in the precision flow of ``policy``; returns the same module.
 
@@ -157,15 +165,20 @@ def compile(
         fused: quantise where a norm, an activation or a gradient is computed, in one operator.  The same bits, checked
             for each fusion when it is applied; ``model.jetgraph.fusions()`` lists them.  By default where
             the provider `triton_fused` runs; elsewhere the definitions do, which save memory but no time.
+        engine: ``vllm-stock`` lets training follow what stock vLLM computes, without our plugin: its scale rule, its
+            norms and rotary embedding (`jetgraph.followed`).  ``model.jetgraph.policy`` is then the policy to export.
+        device: where the model will run, if it is moved there after this call, as FSDP2 moves what it shards; by
+            default where its parameters are.
 
     Raises:
-        ValueError: unknown policy, provider, scope, codegen or kernels, or a policy rule that matches nothing in the
-            model.
+        ValueError: unknown policy, provider, scope, codegen, kernels or engine, or a policy rule that matches nothing
+            in the model.
+        PolicyError: a recipe that the followed engine cannot compute.
         ProviderError: the kernels that were asked for cannot run one of the model's GEMMs; nothing is changed.
         CompileError: the model has no decoder blocks, is compiled already, or holds something that cannot run the
             policy.
     """
-    chosen = get_policy(policy)
+    chosen = get_policy(policy) if engine is None else get_followed(engine).policy(get_policy(policy))
     for what, value, known in (
         ("provider", provider, PROVIDERS),
         ("scope", scope, SCOPES),
@@ -176,28 +189,33 @@ def compile(
     wanted = Kernels.parse(kernels)
     if isinstance(model, ExportedProgram):
         model, scope = exported.module_of(model), "whole"
+    if engine is not None and provider != "reference":
+        raise ValueError(f"provider {provider!r} cannot follow {engine}: its rounding needs provider 'reference'")
+    asked = chosen, provider, engine
     compiled: Compiled | None = getattr(model, "jetgraph", None)
-    if compiled is not None and (compiled.regions or (compiled.policy, compiled.provider) != (chosen, provider)):
+    if compiled is not None and (compiled.regions or (compiled.policy, compiled.provider, compiled.engine) != asked):
         raise CompileError("this model is compiled already; load it again to compile it with another policy")
     find_regions(model, scope)
     if hasattr(model, "config"):
         check_supported(model, reference_attention=provider == "reference")
     check_masters(model)
     check_matches(chosen, [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)])
-    check_kernels(model, chosen, wanted)
+    device = torch.device(device) if device is not None else next((p.device for p in model.parameters()), CPU)
+    check_kernels(model, chosen, wanted, device)
     if compiled is None:
+        if engine is not None:
+            follow(model, device)
         if hasattr(model, "config"):
             model.config = copy.deepcopy(model.config)  # models made from one config object share it
             model.config.use_cache = False  # a training step fills no KV cache; `generate` asks for one itself
         if provider == "reference":
             _use_reference_attention(model)
         declare_precision(model, chosen, provider)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if codegen == "auto":
         codegen = "inductor" if device.type == "cuda" else "fx"
     if fused is None:
         fused = registry.probe("triton_fused", device).ok
-    _compile_regions(model, Compiled(model, chosen, provider, scope, codegen, wanted, fused))
+    _compile_regions(model, Compiled(model, chosen, provider, scope, codegen, wanted, fused, engine, device))
     return model
 
 
@@ -258,7 +276,7 @@ def _compile_regions(model: torch.nn.Module, compiled: Compiled) -> None:
         check = partial(_refuse_undeclared, module, name, compiled.policy)
         _compile_region(name, module, backend, check, _proof_of_masks(module, compiled))
     for name, norm in final_norms(model) if compiled.scope == "blocks" else ():
-        if all(p.device.type in ROW_MEAN_DEVICES for p in norm.parameters()):
+        if compiled.device.type in ROW_MEAN_DEVICES:
             _compile_region(name, norm, Backend(name, _lower_norm, compiled.codegen), lambda: None)
     object.__setattr__(model, "jetgraph", compiled)
     object.__setattr__(model, "__deepcopy__", partial(_copy_compiled, model))
@@ -311,18 +329,18 @@ def check_masters(model: torch.nn.Module) -> None:
             )
 
 
-def check_kernels(model: torch.nn.Module, policy: Policy, kernels: Kernels) -> None:
-    """Probe the providers now, on the device where the parameters are, and ask them about every GEMM to come.
+def check_kernels(model: torch.nn.Module, policy: Policy, kernels: Kernels, device: torch.device) -> None:
+    """Probe the providers now, on the device where the model will run, and ask them about every GEMM to come.
 
     Raises:
         ProviderError: a provider that was asked for cannot run one of them; names the linear.
     """
     for fqn, module in model.named_modules():
         precision = policy.linear(fqn)
-        if isinstance(module, torch.nn.Linear) and precision.quantized and module.weight.device.type != "meta":
+        if isinstance(module, torch.nn.Linear) and precision.quantized and device.type != "meta":
             has_bias = module.bias is not None
             gemms = linear_requests(module.out_features, module.in_features, has_bias, precision)
-            kernels.check([(fqn, gemm) for gemm in gemms], module.weight.device)
+            kernels.check([(fqn, gemm) for gemm in gemms], device)
 
 
 def _copy_compiled(model: torch.nn.Module, memo: dict) -> torch.nn.Module:
@@ -337,12 +355,14 @@ def _copy_compiled(model: torch.nn.Module, memo: dict) -> torch.nn.Module:
     return twin
 
 
-def _unpickled(policy: Policy, provider: str, scope: str, codegen: str, kernels: Kernels, fused: bool) -> Compiled:
+def _unpickled(
+    policy: Policy, provider: str, scope: str, codegen: str, kernels: Kernels, fused: bool, engine: str | None
+) -> Compiled:
     if provider == "reference":
         from jetgraph.lowering.attention import register
 
         register()
-    return Compiled(None, policy, provider, scope, codegen, kernels, fused)  # type: ignore[arg-type]  # the model follows as state
+    return Compiled(None, policy, provider, scope, codegen, kernels, fused, engine)  # type: ignore[arg-type]  # the model follows as state
 
 
 def find_regions(model: torch.nn.Module, scope: str = "blocks") -> list[tuple[str, torch.nn.Module]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 
-import torch
 from torch import Tensor
 
 
@@ -14,8 +14,13 @@ def tensor_digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         tensor = tensor.detach().contiguous().cpu()
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(_memory(tensor))
     return digest.hexdigest()
+
+
+def _memory(tensor: Tensor) -> ctypes.Array:
+    """The bytes of a contiguous CPU tensor in place.  `Tensor.numpy` would forbid FSDP2 to free its storage."""
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def row_digests(x: Tensor) -> list[str]:

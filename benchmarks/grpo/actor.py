@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -56,6 +57,22 @@ class Actor:
         self._optimizer = torch.optim.AdamW(
             self.masters, lr=self._learning_rate, weight_decay=0.0, fused=self._device.type == "cuda"
         )
+
+    def save(self, path: Path, steps: int) -> None:
+        """What `resume` needs to go on after ``steps`` steps; the file is there once it is whole."""
+        part = path.with_suffix(".part")
+        torch.save({"steps": steps, "masters": self.masters, "optimizer": self._optimizer.state_dict()}, part)
+        part.replace(path)
+
+    def resume(self, path: Path) -> int:
+        """Go on from what `save` wrote; how many steps lie behind it."""
+        self.restart()
+        state = torch.load(path, map_location=self._device, weights_only=True)
+        self._optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            torch._foreach_copy_(self.masters, state["masters"])
+            torch._foreach_copy_(self.parameters, self.masters)
+        return state["steps"]
 
     @torch.no_grad()
     def score(self, answers: Sequence[Answer]) -> list[list[float]]:

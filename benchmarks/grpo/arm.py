@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.grpo import curves
 from benchmarks.grpo.actor import Actor, Answer, group_advantages, repeat
 from benchmarks.grpo.problems import Problems
 from benchmarks.grpo.rollout import Rollout, Sampler
@@ -41,8 +42,8 @@ class Job:
 
     ``trainer`` and ``provider`` are `jetgraph.compile`'s policy and provider; ``served`` is the engine's folder and
     ``rollout`` the policy that our plugin serves there, None for a stock engine; ``engine`` are `vllm.LLM`'s options.
-    ``until`` is a time (`time.time`) after which no step begins.
-    A seed's steps are the lines of ``{rows}-{seed}.jsonl``.
+    ``until`` is a time (`time.time`) after which no step begins: the trainer is saved as ``{rows}-{seed}.pt``, and the
+    same job goes on from there.  A seed's steps are the lines of ``{rows}-{seed}.jsonl``.
     """
 
     name: str
@@ -149,11 +150,18 @@ def run(job: Job, say: Callable[[str], None] = print) -> None:
     say(f"engine and trainer started in {time.perf_counter() - start:.0f} s")
     for seed in job.seeds:
         torch.manual_seed(seed)
-        actor.restart()
+        saved, rows = Path(f"{job.rows}-{seed}.pt"), Path(f"{job.rows}-{seed}.jsonl")
+        if len(curves.read(rows)) >= job.steps:
+            continue  # by an earlier call
+        done = actor.resume(saved) if saved.exists() else 0
+        if not done:
+            actor.restart()
+        keep_rows(rows, done)
         engine.take(actor.model)
-        with Path(f"{job.rows}-{seed}.jsonl").open("w") as file:
-            for number in range(job.steps):
+        with rows.open("a") as file:
+            for number in range(done, job.steps):
                 if job.until is not None and time.time() > job.until:
+                    actor.save(saved, number)
                     say(f"seed {seed}: out of time before step {number + 1}")
                     return
                 row = step(job, seed, number, problems, actor, engine)
@@ -161,6 +169,12 @@ def run(job: Job, say: Callable[[str], None] = print) -> None:
                 file.flush()
                 say(brief(row))
         engine.verify()
+
+
+def keep_rows(path: Path, steps: int) -> None:
+    """Only the first ``steps`` steps stay: a process that was killed may have written more than it saved."""
+    kept = [row for row in curves.read(path) if row["step"] <= steps]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 def brief(row: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Chain sums from reasoning-gym as VeRL's parquet rows, and the rule that scores an answer.
 
-python examples/rl/chain_sum.py OUT [--train 64] [--test 16]
+python examples/rl/chain_sum.py OUT [--train 64] [--test 16] [--terms 3]
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from pathlib import Path
 
 SOURCE = "reasoning_gym/chain_sum"
 INSTRUCTION = "Answer with the number only."
+FILES = "train.parquet", "test.parquet"
 
 
-def rows(count: int, seed: int, split: str) -> list[dict]:
-    """``count`` prompts with their right answers; the same for the same seed."""
+def rows(count: int, seed: int, split: str, terms: int = 3) -> list[dict]:
+    """``count`` sums of 2 to ``terms`` numbers with their right answers; the same for the same seed."""
     import reasoning_gym
 
-    tasks = reasoning_gym.create_dataset("chain_sum", size=count, seed=seed, min_terms=2, max_terms=3, max_digits=2)
+    tasks = reasoning_gym.create_dataset("chain_sum", size=count, seed=seed, min_terms=2, max_terms=terms, max_digits=2)
     return [
         {
             "data_source": SOURCE,
@@ -30,14 +31,14 @@ def rows(count: int, seed: int, split: str) -> list[dict]:
     ]
 
 
-def write(folder: Path, train: int, test: int) -> tuple[Path, Path]:
-    """Write ``train.parquet`` and ``test.parquet``."""
+def write(folder: Path, train: int, test: int, terms: int = 3) -> tuple[Path, Path]:
+    """Write `FILES`."""
     import pandas
 
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "train.parquet", folder / "test.parquet"
+    paths = folder / FILES[0], folder / FILES[1]
     for path, count, seed in zip(paths, (train, test), (0, 1), strict=True):
-        pandas.DataFrame(rows(count, seed, path.stem)).to_parquet(path)
+        pandas.DataFrame(rows(count, seed, path.stem, terms)).to_parquet(path)
     return paths
 
 
@@ -54,5 +55,6 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", type=int, default=64)
     parser.add_argument("--test", type=int, default=16)
+    parser.add_argument("--terms", type=int, default=3, help="at most so many numbers a sum")
     given = parser.parse_args()
-    print(*write(given.out, given.train, given.test))
+    print(*write(given.out, given.train, given.test, given.terms))

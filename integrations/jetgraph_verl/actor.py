@@ -15,6 +15,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 import jetgraph
+from jetgraph.lowering import registry
 from jetgraph.masters import RoundedMasters
 from jetgraph.policy import Policy
 from jetgraph.replay import replay_step
@@ -32,7 +33,10 @@ class JetgraphEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
         restore_rotary_buffers(module)
-        return jetgraph.compile(module, self.options.policy)
+        fused = False if self.options.codegen == "fx" else None
+        return jetgraph.compile(
+            module, self.options.policy, codegen=self.options.codegen, fused=fused, device=where_it_runs()
+        )
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         module = super()._build_fsdp_module(module)
@@ -87,6 +91,11 @@ class Weights:
 
     def at(self, version: int) -> Update:
         return publish(self.module, version, self.policy)
+
+
+def where_it_runs() -> torch.device:
+    """This worker's device, to which FSDP2 moves a model that VeRL built, and we compiled, on the CPU."""
+    return torch.device("cpu") if cpu.is_asked_for() else registry.this_device()
 
 
 def restore_rotary_buffers(module: torch.nn.Module) -> None:

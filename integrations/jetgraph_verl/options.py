@@ -5,6 +5,7 @@ jetgraph.enforcement=start       off | warn | start | always (`jetgraph.admissio
 jetgraph.waivers=waivers.json    exceptions by rule and node, each with a last day
 jetgraph.folder=…                graphs, certificate, manifest, sync reports; default_local_dir/jetgraph-run
 jetgraph.rounding=nearest        how an optimizer step rounds BF16 masters: nearest | stochastic | kahan | split
+jetgraph.codegen=auto            what runs training's graphs: auto | fx, operator by operator and nothing fused
 jetgraph.baseline=…              whose limits raise alarms: a stored BF16/BF16 baseline's name or file; null is the
                                  field's usual limits (`jetgraph.mismatch.FIELD_LIMITS`)
 """
@@ -26,7 +27,8 @@ from jetgraph.policy import Policy, get_policy
 from jetgraph_verl.engine_options import engine_contradictions, fit_engine
 
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
-KEYS = ("policy", "enforcement", "waivers", "folder", "rounding", "baseline")
+CODEGENS = ("auto", "fx")
+KEYS = ("policy", "enforcement", "waivers", "folder", "rounding", "codegen", "baseline")
 
 
 class OptionsError(ValueError):
@@ -44,6 +46,7 @@ class Options:
     waivers: str | None = None
     rounding: str = "nearest"
     baseline: str | None = None
+    codegen: str = "auto"
 
     @property
     def policy(self) -> Policy:
@@ -78,6 +81,9 @@ def prepare(config: DictConfig) -> Options | None:
     rounding = str(asked.get("rounding", "nearest"))
     if rounding not in ROUNDINGS:
         raise OptionsError(f"jetgraph.rounding={rounding}: choose one of {', '.join(ROUNDINGS)}")
+    codegen = str(asked.get("codegen", "auto"))
+    if codegen not in CODEGENS:
+        raise OptionsError(f"jetgraph.codegen={codegen}: choose one of {', '.join(CODEGENS)}")
     waivers = asked.get("waivers")
     if waivers is not None:
         load_waivers(waivers)  # a file that cannot be read stops the run here, not after the workers have started
@@ -98,7 +104,7 @@ def prepare(config: DictConfig) -> Options | None:
         raise OptionsError(
             f"jetgraph.waivers={waivers}: every start writes this draft anew; sign a copy of it elsewhere"
         )
-    options = Options(policy.to_plain(), enforcement, str(folder), waivers, rounding, baseline)
+    options = Options(policy.to_plain(), enforcement, str(folder), waivers, rounding, baseline, codegen)
     _fit(config, options)
     return options
 

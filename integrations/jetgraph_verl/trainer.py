@@ -15,7 +15,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from jetgraph.admission import Enforcement, admit, load_waivers
+from jetgraph.admission import Enforcement, NotAdmitted, admit, load_waivers
 from jetgraph.mismatch import Alarms
 from jetgraph_verl import metrics as mismatch_metrics
 from jetgraph_verl.options import Options, limits
@@ -23,6 +23,8 @@ from jetgraph_verl.rollout import sync_report_path
 from jetgraph_verl.watch import Ping, watched
 from jetgraph_verl.worker import JetgraphWorker
 
+ADMITTED = "jetgraph/admitted"
+"""Under ``always``: 1 if the pair was admitted after the step's weight sync, 0 in the step that ends the run."""
 ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy)
 
 
@@ -84,12 +86,27 @@ class JetgraphTrainer(PPOTrainerSync):
             pings |= {f"rollout server {index}": server.check_engine.remote for server in replica.servers}
         return pings
 
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        batch = super().step(metrics, timing_raw)
+        self._step_metrics = dict(metrics)
+        return batch
+
     def on_step_end(self) -> None:
+        """
+        Raises:
+            NotAdmitted: under ``always``; the step is in the log, which VeRL would write after this.
+        """
         self._forget_reports()
         super().on_step_end()
         self._pending_sync_metrics = self._check_sync()
         if self.options.enforcement == Enforcement.ALWAYS:
-            self._admit()
+            try:
+                self._admit()
+            except NotAdmitted:
+                refused = self._step_metrics | self._pending_sync_metrics | {ADMITTED: 0.0}
+                self.logger.log(data=refused, step=self.global_steps)
+                raise
+            self._pending_sync_metrics[ADMITTED] = 1.0
 
     def _admit(self) -> None:
         """Capture both live sides and verify them; see `jetgraph.admission.admit`."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import jetgraph
+from jetgraph import compiler
 from jetgraph.compiler import CompileError
 from jetgraph.graph import Role
+from jetgraph.lowering import registry
 from jetgraph.policy import FP8Recipe, Policy, Rule, WgradSource, get_policy
 from jetgraph.precision import ScaleRule
 from tests.core.eager_reference import make_reference
@@ -192,6 +195,22 @@ def test_another_model_made_from_the_same_config_is_untouched():
     jetgraph.compile(model, "jet")
     assert model.config._attn_implementation == "jetgraph"
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_where_a_model_will_run_decides_not_where_it_is_now(monkeypatch):
+    """VeRL builds on the CPU and FSDP2 moves; there the final norm's sums, too, must not be ATen's."""
+    asked = []
+    monkeypatch.setattr(compiler, "check_kernels", lambda model, policy, kernels, device: asked.append(device))
+    monkeypatch.setattr(registry, "probe", lambda name, device: asked.append(device) or SimpleNamespace(ok=False))
+    here = jetgraph.compile(random_model("llama", layers=1))
+    assert (here.jetgraph.codegen, here.model.norm._compiled_call_impl) == ("fx", None)
+    assert set(asked) == {torch.device("cpu")}
+    asked.clear()
+    there = jetgraph.compile(random_model("llama", layers=1), device="cuda:1")
+    assert there.jetgraph.codegen == "inductor"
+    assert set(asked) == {torch.device("cuda:1")}
+    for model in (there, copy.deepcopy(there)):
+        assert model.model.norm._compiled_call_impl is not None
 
 
 def test_clear_errors():

@@ -47,6 +47,31 @@ def test_a_forward_of_exact_operators_keeps_every_bit():
     assert held == []  # activations die when they were read
 
 
+@pytest.mark.slow
+def test_inductors_cache_on_disk_holds_for_the_same_sources_of_our_operators_alone(monkeypatch, tmp_path):
+    """An operator whose results come to lie otherwise is the same node to Inductor, whose stored code then raises."""
+    from torch._dynamo.utils import counters
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from jetgraph import codegen
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # as under Dynamo: without it nothing is cached
+    x = mode.from_tensor(numbers(8, 32))
+
+    def hits() -> int:
+        counters.clear()
+        with tracing(TracingContext(mode)), mode:
+            Execution(traced(lambda x: (x + x,), x), [x], "forward", "inductor")
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setattr(codegen, "sources", lambda: "others")
+    assert [hits(), hits()] == [0, 1]
+
+
 @pytest.mark.parametrize(
     "function", [lambda x: (x.float().mean(-1, keepdim=True),), lambda x: (x.exp(),), lambda x: (x / 3.0,)]
 )

@@ -64,7 +64,7 @@ def test_whatever_decides_bits_makes_it_test_again(hopper, monkeypatch, what):
     elif what == "triton":
         monkeypatch.setattr(probe_cache, "version", lambda name: "3.7.0")
     elif what == "sources":
-        monkeypatch.setattr(probe_cache, "_sources", lambda: "other")
+        monkeypatch.setattr(probe_cache, "sources", lambda: "other")
     probe_cache.probe(changed, DEVICE)
     assert len(changed.tests) == 1
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import rl
 from benchmarks.grpo import curves
 from benchmarks.grpo.actor import Actor, Answer, group_advantages, repeat
+from benchmarks.grpo.arm import keep_rows
 from benchmarks.grpo.problems import Problems, chain_sums, number_reward
 from jetgraph.models import write_smollm2
 from tests.core.small_models import random_model
@@ -134,6 +135,27 @@ def test_steps_of_unlike_runs_are_not_reported_together(tmp_path: Path):
         rl.keep_settings(tmp_path, told | {"length": 2048})
 
 
+def test_rows_beyond_what_was_saved_are_not_kept(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(made_up(0, number, 0.5, 0.1)) for number in (1, 2, 3)) + "\n{")
+    keep_rows(path, 2)
+    assert [step["step"] for step in curves.read(path)] == [1, 2]
+    keep_rows(path, 0)
+    assert path.read_text() == ""
+    keep_rows(tmp_path / "new.jsonl", 0)
+
+
+def test_processes_are_spread_over_the_gpus_that_this_one_sees(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert rl.devices() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert rl.devices() == ["3", "5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert rl.devices() == [""]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
@@ -168,6 +190,21 @@ def test_the_actor_scores_as_a_plain_model_and_learns_what_is_rewarded(folder: P
     assert actor.score(ANSWERS) == before
     actor.micro_batch = 10**6
     assert actor.learn(ANSWERS, [1.0, -1.0, 0.0]) == pytest.approx(norm, rel=0.02)  # micro-batches do not count
+
+
+@pytest.mark.slow
+def test_an_actor_goes_on_where_it_was_saved(folder: Path, tmp_path: Path):
+    actor = Actor(str(folder), "bf16", "stock", learning_rate=1e-3, micro_batch=128, device="cpu")
+    actor.learn(ANSWERS, [1.0, -1.0, 0.0])
+    actor.save(tmp_path / "a.pt", 1)
+    actor.learn(ANSWERS, [0.0, 1.0, -1.0])
+    expected = actor.masters
+    actor.restart()
+    assert actor.resume(tmp_path / "a.pt") == 1
+    actor.learn(ANSWERS, [0.0, 1.0, -1.0])
+    for found, master, parameter in zip(actor.masters, expected, actor.parameters, strict=True):
+        assert torch.equal(found, master)  # so the optimizer's moments and steps came back too
+        assert torch.equal(parameter, master.to(torch.bfloat16))
 
 
 @pytest.mark.engine

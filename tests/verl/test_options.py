@@ -119,6 +119,7 @@ def test_a_reward_model_on_machines_of_its_own_is_fine(jet_run):
         ({"jetgraph.enforcement": "sometimes"}, "enforcement=sometimes: choose one of off, warn, start, always"),
         ({"jetgraph.enforcement": True}, "jetgraph.enforcement=True: choose one of"),
         ({"jetgraph.rounding": "up"}, "jetgraph.rounding=up: choose one of nearest, stochastic, kahan, split"),
+        ({"jetgraph.codegen": "inductor"}, "jetgraph.codegen=inductor: choose one of auto, fx"),
         ({"jetgraph.rounding": "kahan"}, "kahan rounds BF16 masters, and actor.fsdp_config.model_dtype is fp32"),
         ({"jetgraph.baseline": "nothing-like-it"}, "jetgraph.baseline=nothing-like-it: no stored baseline"),
     ],

@@ -66,6 +66,36 @@ def test_reports_of_an_earlier_start_do_not_stand_in_for_a_sync(trainer, monkeyp
     assert len(list((trainer.folder / "sync").iterdir())) == 2  # the history before this version stays
 
 
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_step_after_which_the_pair_is_refused_is_in_the_log(trainer, monkeypatch, admitted):
+    """VeRL writes a step's metrics only after `on_step_end`, which ends the run."""
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    from jetgraph.admission import NotAdmitted
+
+    def admit(trainer) -> None:
+        if not admitted:
+            raise NotAdmitted("this run may not start")
+
+    logged = []
+    trainer.config.actor_rollout_ref.jetgraph.enforcement = "always"
+    trainer.logger = SimpleNamespace(log=lambda data, step: logged.append((step, data)))
+    monkeypatch.setattr(type(trainer), "_admit", admit)
+    monkeypatch.setattr(PPOTrainerSync, "step", lambda self, metrics, timing: metrics.update({"actor/grad_norm": 2.0}))
+    monkeypatch.setattr(PPOTrainerSync, "on_step_end", lambda self: [report(self, replica) for replica in (0, 1)])
+    trainer.step({}, {})
+    if admitted:
+        trainer.on_step_end()
+        assert trainer._consume_sync_metrics()["jetgraph/admitted"] == 1.0
+        assert logged == []  # VeRL does
+        return
+    with pytest.raises(NotAdmitted):
+        trainer.on_step_end()
+    ((step, data),) = logged
+    assert step == 3
+    assert (data["actor/grad_norm"], data["jetgraph/sync/version"], data["jetgraph/admitted"]) == (2.0, 3.0, 0.0)
+
+
 def test_a_mismatch_that_is_0_by_construction_is_not_measured(trainer, monkeypatch):
     """With VeRL's bypass mode training's logprobs are a copy of the rollout's."""
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
