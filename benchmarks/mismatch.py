@@ -5,12 +5,16 @@ a fixed length, the trainer scores the very tokens in one forward per sequence. 
 
 - bf16/bf16: stock vLLM and plain torch in BF16, the least that people accept today;
 - naive FP8 rollout: BF16 training by plain torch, stock vLLM's dynamic quantisation of the same folder;
+- stock FP8, followed: stock vLLM's own kernels on our codes, and training that computes what they compute; on a GPU;
 - jet: one FP8 flow on both sides, our plugin; the bar is exactly 0 on every token.
 
 Two models: a random one of Qwen3's shape with 8 layers, and SmolLM2's weights from a folder (``--smollm2``), whose 576
 columns stock FP8 kernels refuse, so that its naive arm serves our exported FP8 codes.  Statistics are those of
 `jetgraph.mismatch`: |Δlogprob| (mean, p99, p99.9, max), k1, k3, the log ratio of whole sequences, the share of tokens
 that are exactly equal, and the mean by position, drawn as SVG.
+
+Nothing here is timed, so on a GPU all pairs run at once (``--together``); the JSON and the plots are written as each
+ends.  A pair that fails says why, and the others go on; the exit status is 1.
 
 ``--tiny`` runs the random model with two layers and a few tokens on any machine, and its figures mean nothing.
 """
@@ -20,18 +24,21 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jetgraph_vllm import stock_settings
 
 from benchmarks.arms import cache_options, write_model
 from benchmarks.gpu_time import device_name
-from benchmarks.report import Row, report
+from benchmarks.report import Row, report, save
 from benchmarks.rollout import BLOCK
 from jetgraph.engines import RolloutPlan
+from jetgraph.export import export_checkpoint
 from jetgraph.mismatch import Mismatch, Pairs, join, pair
 from jetgraph.modes import Side, demo_prompts
 from jetgraph.pair import run_engine, run_trainer
@@ -46,16 +53,21 @@ FIGURES = {"mean": "nats", "p99": "nats", "p999": "nats", "max": "nats", "k1": "
 
 @dataclass(frozen=True)
 class Pairing:
-    """A trainer and an engine; ``quantization`` is what a stock engine makes of the BF16 folder by itself."""
+    """A trainer and an engine; ``quantization`` is what a stock engine makes of the BF16 folder by itself.
+
+    ``follows``: the engine runs its own kernels, and training follows it (`jetgraph.followed`).
+    """
 
     trainer: Side
     engine: Side
     quantization: str | None = None
+    follows: str | None = None
 
 
 PAIRINGS = {
     "bf16/bf16": Pairing(Side("bf16", stock=True), Side("bf16", stock=True)),
     "naive FP8 rollout": Pairing(Side("bf16", stock=True), Side("bf16", stock=True), "fp8"),
+    "stock FP8, followed": Pairing(Side("jet"), Side("jet", stock=True), follows="vllm-stock"),
     "jet": Pairing(Side("jet"), Side("jet")),
 }
 OUR_CODES = Pairing(Side("bf16", stock=True), Side("bf16_train_fp8_rollout"))
@@ -64,6 +76,21 @@ OUR_CODES = Pairing(Side("bf16", stock=True), Side("bf16_train_fp8_rollout"))
 
 def random_prompts(vocabulary: int, count: int, length: int) -> list[list[int]]:
     return torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One arm on one model."""
+
+    label: str
+    arm: str
+    pairing: Pairing
+    model: Path
+    plan: RolloutPlan
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}, {self.arm}"
 
 
 def measure(name: str, pairing: Pairing, model: Path, plan: RolloutPlan, work: Path, device: str) -> Pairs:
@@ -75,22 +102,31 @@ def measure(name: str, pairing: Pairing, model: Path, plan: RolloutPlan, work: P
     options: dict[str, Any] = {"quantization": pairing.quantization} if pairing.quantization else {}
     if device == "cuda":
         tokens = sum(len(prompt) + plan.max_tokens + BLOCK for prompt in plan.prompts)
-        options |= {**cache_options(model, tokens), **on_gpu(pairing.engine, len(plan.prompts))}
+        options |= {**cache_options(model, tokens), **on_gpu(pairing, len(plan.prompts))}
+    served = model
+    if pairing.follows:
+        served = work / pairing.follows
+        export_checkpoint(model, served, pairing.trainer.policy, engine=pairing.follows, device=device)
     engine = run_engine(
-        model, pairing.engine.policy, "vllm", work, stock=pairing.engine.stock, plans=[plan], say=say, options=options
-    )
+        served, pairing.engine.policy, "vllm", work,
+        stock=pairing.engine.stock, plans=[plan], options=options, device=device, say=say,
+    )  # fmt: skip
     rollouts = engine.rollouts[plan.name]
     provider = "stock" if pairing.trainer.stock else "reference"
     trainer = run_trainer(
-        model, pairing.trainer.policy, provider, rollouts={plan.name: rollouts}, device=device, say=say
-    )
+        model, pairing.trainer.policy, provider,
+        rollouts={plan.name: rollouts}, device=device, engine=pairing.follows, say=say,
+    )  # fmt: skip
     return join([_pair(*both) for both in zip(rollouts, trainer.logprobs[plan.name], strict=True)])
 
 
-def on_gpu(engine: Side, rows: int) -> dict[str, Any]:
-    """The configuration that rolls out: a stock engine's own default, ours in CUDA graphs."""
+def on_gpu(pairing: Pairing, rows: int) -> dict[str, Any]:
+    """The configuration that rolls out: a stock engine's own default, or the one that is followed; CUDA graphs."""
     sizes = sorted({1 << i for i in range(rows.bit_length())} | {rows})
-    if engine.stock:
+    if pairing.follows:
+        compilation = {**stock_settings.COMPILATION, "cudagraph_capture_sizes": sizes}
+        return {"compilation": compilation, "environment": stock_settings.ENVIRONMENT}
+    if pairing.engine.stock:
         return {"custom_ops": [], "compilation": {"mode": 3, "cudagraph_capture_sizes": sizes}}
     return {"compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}}
 
@@ -160,6 +196,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=SEQUENCES)
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens sampled for each sequence")
+    parser.add_argument("--together", type=int, help="pairs at a time; all on a GPU, else 1")
     parser.add_argument("--work", type=Path, help="keeps the model folders there for the next run")
     parser.add_argument("--tiny", action="store_true", help="two small layers, on any machine: no measurement")
     options = parser.parse_args(arguments)
@@ -167,40 +204,72 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.layers, options.sequences, options.length = 2, 3, 12
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA device, and this machine has none; --tiny runs anywhere")
+    options.together = options.together or (2 * len(PAIRINGS) if torch.cuda.is_available() else 1)
     return options
 
 
-def measure_model(label: str, model: Path, prompts: list[list[int]], options: argparse.Namespace) -> list[Row]:
-    """Every arm on one model; its curves go into one picture."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def jobs(options: argparse.Namespace, device: str) -> Iterator[Job]:
+    """The arms of every model, ours first: what is cut short says most."""
+    models = {"random": write_model(options.work / f"random-{options.layers}", options.layers, tiny=options.tiny,
+                                    device=device)}  # fmt: skip
+    prompts = {"random": random_prompts(512, options.sequences, PROMPT if not options.tiny else 9)}
+    if options.smollm2:
+        models["SmolLM2"] = options.smollm2
+        questions = demo_prompts(options.smollm2)
+        prompts["SmolLM2"] = [questions[i % len(questions)] for i in range(options.sequences)]
+    seeds = [1000 + i for i in range(options.sequences)]
+    for arm in sorted(options.only, key=list(PAIRINGS).index, reverse=True):
+        for label, model in models.items():
+            if PAIRINGS[arm].follows and (device == "cpu" or label == "SmolLM2"):
+                continue  # no FP8 kernel of vLLM's own serves it
+            plan = RolloutPlan("sampled", prompts[label], seeds, options.length, tokens=1024, prompt_logprobs=False)
+            refused = arm == "naive FP8 rollout" and (device == "cpu" or label == "SmolLM2")
+            yield Job(label, arm, OUR_CODES if refused else PAIRINGS[arm], model, plan)
+
+
+def run(options: argparse.Namespace, device: str) -> tuple[list[Row], list[str]]:
+    """Every job's rows, in the order of the jobs, and the names of those that failed; files are written as they end."""
     window = WINDOW if not options.tiny else 4
-    seeds = [1000 + i for i in range(len(prompts))]
-    plan = RolloutPlan("sampled", prompts, seeds, options.length, tokens=1024, prompt_logprobs=False)
-    curves, table = {}, []
-    for arm in options.only:
-        pairing = PAIRINGS[arm]
-        if arm == "naive FP8 rollout" and (device == "cpu" or label == "SmolLM2"):
-            pairing = OUR_CODES
-        pairs = measure(f"{label}, {arm}", pairing, model, plan, options.work / label, device)
-        curves[arm] = by_position(pairs, window)
-        table += rows(f"{label}, {arm}", pairs.measure(), curves[arm], must_be_exact=arm == "jet")
-    draw(curves, window, options.picture.with_stem(f"{options.picture.stem}-{label}"))
-    return table
+    todo = list(jobs(options, device))
+    rows_of: dict[str, list[Row]] = {}
+    curves: dict[str, dict[str, list[float]]] = {}
+    failed = []
+    with ThreadPoolExecutor(max_workers=options.together) as pool:
+        waiting = {}
+        for job in todo:
+            work = options.work / f"{job.label}-{list(PAIRINGS).index(job.arm)}"
+            waiting[pool.submit(measure, job.name, job.pairing, job.model, job.plan, work, device)] = job
+        for done in as_completed(waiting):
+            job = waiting[done]
+            try:
+                pairs = done.result()
+            except (RuntimeError, ValueError) as error:
+                print(f"{job.name}: left out: {type(error).__name__}: {error}", flush=True)
+                failed.append(job.name)
+                continue
+            means = by_position(pairs, window)
+            curves.setdefault(job.label, {})[job.arm] = means
+            rows_of[job.name] = rows(job.name, pairs.measure(), means, must_be_exact=job.arm == "jet")
+            draw(curves[job.label], window, options.picture.with_stem(f"{options.picture.stem}-{job.label}"))
+            save(_in_order(rows_of, todo), options.json, device_in_words(device))
+    return _in_order(rows_of, todo), failed
+
+
+def _in_order(rows_of: dict[str, list[Row]], todo: Sequence[Job]) -> list[Row]:
+    return [row for job in todo for row in rows_of.get(job.name, ())]
+
+
+def device_in_words(device: str) -> str:
+    return device_name() if device == "cuda" else "cpu, tiny: no measurement"
 
 
 def main() -> int:
     options = parse()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         options.work = options.work or Path(folder)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = write_model(options.work / f"random-{options.layers}", options.layers, tiny=options.tiny, device=device)
-        prompts = random_prompts(512, options.sequences, PROMPT if not options.tiny else 9)
-        table = measure_model("random", model, prompts, options)
-        if options.smollm2:
-            questions = demo_prompts(options.smollm2)
-            prompts = [questions[i % len(questions)] for i in range(options.sequences)]
-            table += measure_model("SmolLM2", options.smollm2, prompts, options)
-    return report(table, options.json, device_name() if device == "cuda" else "cpu, tiny: no measurement")
+        table, failed = run(options, device)
+    return max(report(table, options.json, device_in_words(device)), int(bool(failed)))
 
 
 if __name__ == "__main__":

@@ -61,15 +61,23 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def report(rows: Sequence[Row], json_path: Path | None, device: str) -> int:
-    """Print the table, write the JSON if a path is given, and say how to exit: 1 if a figure misses its bar, else 0.
+def save(rows: Sequence[Row], json_path: Path | None, device: str) -> None:
+    """Write the JSON if a path is given; long benchmarks do it as rows come, so that what ends them loses none.
 
-    ``device`` is the machine in words: "cpu", "NVIDIA H200".
+    A reader at any moment finds a whole file.  ``device`` is the machine in words: "cpu", "NVIDIA H200".
     """
+    if json_path is None:
+        return
+    json_path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"device": device, "versions": versions(), "rows": [asdict(row) for row in rows]}
+    waiting = json_path.with_name(f"{json_path.name}.part")
+    waiting.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    waiting.replace(json_path)
+
+
+def report(rows: Sequence[Row], json_path: Path | None, device: str) -> int:
+    """Print the table, `save` it, and say how to exit: 1 if a figure misses its bar, else 0."""
     print(f"{device}; " + ", ".join(f"{name} {found}" for name, found in versions().items()))
     print(table(rows))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"device": device, "versions": versions(), "rows": [asdict(row) for row in rows]}
-        json_path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    save(rows, json_path, device)
     return int(any(row.ok is False for row in rows))

@@ -9,8 +9,9 @@ A random model of Qwen3-8B's sizes, random prompts of 256 tokens, sampled at tem
 - jet, batch-invariant: our plugin's exact operators, one result a row whatever the batch, without a setting of vLLM's.
 
 A turn asks every arm the same, in an order that rotates; a figure is the median over turns, and ratios are medians of
-each turn's own ratio, so that a clock that drifts touches both sides.  An arm that refuses to start says why and is
-left out.  Bars hold on a GPU; ``--tiny`` runs everything once on any machine, and its figures mean nothing.
+each turn's own ratio, so that a clock that drifts touches both sides.  The JSON is written after every turn.  An arm
+that refuses to start says why and is left out.  Bars hold on a GPU; ``--tiny`` runs everything once on any machine,
+and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.arms import Arm, ArmFailed, cache_options, with_stock_operators, without_plugin, write_model
 from benchmarks.gpu_time import device_name
-from benchmarks.report import Row, report
+from benchmarks.report import Row, report, save
 from jetgraph.export import export_checkpoint
 
 ARMS = ("bf16", "fp8", "jet", "jet, batch-invariant")
@@ -98,8 +99,8 @@ def started(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Arm]:
     return {name: arm for name, arm in arms.items() if arm is not None}
 
 
-def measure(arms: dict[str, Arm], batch: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens a second by arm, turn by turn; a turn before them is not counted, in which arms meet this batch."""
+def measure(arms: dict[str, Arm], batch: int, arguments: argparse.Namespace) -> Iterator[dict[str, list[float]]]:
+    """Tokens a second by arm, after each turn; a turn before them is not counted, in which arms meet this batch."""
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     for turn in range(-1, arguments.turns):
@@ -110,12 +111,14 @@ def measure(arms: dict[str, Arm], batch: int, arguments: argparse.Namespace) -> 
                 speeds[name].append(got["tokens"] / got["seconds"])
         said = ", ".join(f"{name} {found[-1]:.0f}" for name, found in speeds.items() if found)
         print(f"batch {batch}, turn {turn + 1}: {said or 'warm'}", flush=True)
-    return speeds
+        if turn >= 0:
+            yield speeds
 
 
 def rows(batch: int, speeds: dict[str, list[float]], *, bars: bool) -> list[Row]:
-    """Medians, and ratios with their bars if ``bars``."""
-    found = [Row.fact(f"batch {batch}, {name}", median(s), "tokens/s") for name, s in speeds.items()]
+    """Medians, and ratios with their bars if ``bars``; and of how many turns."""
+    found = [Row.fact(f"batch {batch}, turns", max(map(len, speeds.values()), default=0))]
+    found += [Row.fact(f"batch {batch}, {name}", median(s), "tokens/s") for name, s in speeds.items()]
     wanted: Sequence[tuple[str, str, float | None]] = [
         ("jet", "fp8", AGAINST_FP8),
         ("jet", "bf16", AGAINST_BF16 if batch >= 64 else None),
@@ -157,12 +160,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         options.work = options.work or Path(folder)
         arms = started(stack, options)
-        found = [
-            row
-            for batch in options.batches
-            for row in rows(batch, measure(arms, batch, options), bars=not options.tiny)
-        ]
-    return report(found, options.json, device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement")
+        device = device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement"
+        table: dict[int, list[Row]] = {}
+        for batch in options.batches:
+            for speeds in measure(arms, batch, options):
+                table[batch] = rows(batch, speeds, bars=not options.tiny)
+                save([row for found in table.values() for row in found], options.json, device)
+    return report([row for found in table.values() for row in found], options.json, device)
 
 
 if __name__ == "__main__":

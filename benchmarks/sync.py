@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.arms import Arm, cache_options
 from benchmarks.gpu_time import device_name
-from benchmarks.report import Row, report
+from benchmarks.report import Row, report, save
 from benchmarks.rollout import folders, setup
 
 TURNS = 5
@@ -33,8 +33,8 @@ OVER_COPY = 2.0
 PLACES = ("device", "cpu")
 
 
-def measure(work: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """What every turn reported, by where the update waited."""
+def measure(work: Path, options: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Where the update waits, and what the turns so far reported, after each turn."""
     served = folders(work, options.layers, tiny=options.tiny)
     name = "jet, batch-invariant"
     engine: dict[str, Any] = {
@@ -43,15 +43,16 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, list[dict[str,
     }  # fmt: skip
     if torch.cuda.is_available():
         engine |= cache_options(served[name], 4 * 256)
-    found = {}
     for place in options.staging:
         with Arm(name, setup(name, served[name], engine)) as arm:
             asked = {"do": "sync", "masters": str(served["bf16"]), "policy": "jet"}
             staging = None if place == "device" else "cpu"
-            turns = [arm.ask({**asked, "staging": staging}) for _ in range(options.turns + 1)]
-            found[place] = turns[1:]  # the first one loads the masters
+            arm.ask({**asked, "staging": staging})  # the first one loads the masters
+            turns: list[dict[str, Any]] = []
+            for _ in range(options.turns):
+                turns.append(arm.ask({**asked, "staging": staging}))
+                yield place, turns
             arm.ask({"do": "generate", "batch": 1, "prompt": 8, "tokens": 2})  # it still serves
-    return found
 
 
 def rows(place: str, turns: Sequence[dict[str, Any]], *, bars: bool) -> list[Row]:
@@ -84,10 +85,13 @@ def main() -> int:
         options.layers, options.turns, options.staging = 2, 2, ["device"]
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA device, and this machine has none; --tiny runs anywhere")
+    device = device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement"
+    table: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.work or Path(folder), options)
-    table = [row for place, turns in found.items() for row in rows(place, turns, bars=not options.tiny)]
-    return report(table, options.json, device_name() if torch.cuda.is_available() else "cpu, tiny: no measurement")
+        for place, turns in measure(options.work or Path(folder), options):
+            table[place] = rows(place, turns, bars=not options.tiny)
+            save([row for found in table.values() for row in found], options.json, device)
+    return report([row for found in table.values() for row in found], options.json, device)
 
 
 if __name__ == "__main__":

@@ -192,8 +192,11 @@ def verify(
     train: Annotated[Path, typer.Argument(help="the training graph, or a model folder")],
     infer: Annotated[Path | None, typer.Argument(help="the rollout graph (not with a model folder)")] = None,
     trainer: Annotated[str, typer.Option(help="with a model folder: the policy to train with")] = "jet",
-    engine: Annotated[str, typer.Option(help="with a model folder: the rollout engine")] = "vllm",
+    engine: Annotated[
+        str, typer.Option(help="with a model folder: the rollout engine; vllm-stock: training follows it as it is")
+    ] = "vllm",
     stock: Annotated[bool, typer.Option(help="judge the engine as it is, against torch's own kernels")] = False,
+    device: Annotated[str, typer.Option(help="with a model folder: where training runs")] = "cpu",
     certificate: Annotated[Path | None, typer.Option("--certificate", "-o", help="write the certificate here")] = None,
     work: Annotated[Path, typer.Option(help="with a model folder: where graphs and checkpoints go")] = Path("out"),
     json: Annotated[bool, typer.Option("--json", help="the same as --output-format json")] = False,
@@ -210,7 +213,7 @@ def verify(
         if train.is_dir():
             if infer is not None:
                 raise ValueError("give either a model folder or two graph files")
-            result = verify_model(train, trainer, engine, work, stock=stock, say=say)
+            result = verify_model(train, trainer, engine, work, stock=stock, device=device, say=say)
             certificate = certificate or work / "certificate.json"
         elif infer is None:
             raise ValueError(f"{_existing(train)} is not a model folder; give the rollout's graph too")

@@ -111,6 +111,22 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def capture_stock(
+        self,
+        model_dir: Path,
+        train: Path,
+        graph: Path,
+        options: Mapping[str, Any] | None = None,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Run the engine's own kernels on ``model_dir``, in the settings that training can follow.
+
+        The graph that it executes goes to ``graph``.  Its codes and scales are known by the digests of the graph
+        ``train``, whose policy it is judged by.
+        """
+        ...
+
     def record(
         self,
         model_dir: Path,

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from jetgraph.engines import check_merged
+from jetgraph.followed import get_followed
 from jetgraph.lowering import torch_ops
 from jetgraph.model_linears import ModelLinears, linears_of_config
 from jetgraph.policy import LinearPrecision, Policy, PolicyError, check_matches, get_policy, nearest
@@ -37,12 +38,15 @@ def export_checkpoint(
     policy: str | Policy = "jet",
     ops: str = "exact",
     device: torch.device | str = "cpu",
+    engine: str | None = None,
 ) -> Path:
     """Export a Hugging Face folder for the rollout of ``policy``; returns ``out_dir``.
 
     Args:
         ops: ``exact`` asks the plugin for the trainer's operators (norm, rotary, activation, attention, head).
         device: where weights are quantised; the codes are the same everywhere.
+        engine: as of `jetgraph.compile`: an engine whose own kernels training follows.  The folder then says no word of
+            jetgraph, so our plugin leaves it alone, and ``ops`` decides nothing.
 
     Raises:
         ValueError: the folder is no causal LM's, has no safetensors, is quantised already, or has a weight to quantise
@@ -51,7 +55,7 @@ def export_checkpoint(
             quantise is not in the folder under its name, parts of a merged module differ, the head is quantised, or
             there is more than one FP8 recipe (the checkpoint format declares one).
     """
-    chosen = get_policy(policy)
+    chosen = get_policy(policy) if engine is None else get_followed(engine).policy(get_policy(policy))
     source, target = Path(model_dir), Path(out_dir)
     config = json.loads((source / "config.json").read_text())
     if "quantization_config" in config:
@@ -60,6 +64,8 @@ def export_checkpoint(
         raise ValueError(f"exporting {source} onto itself would destroy the BF16 masters: choose another folder")
     linears = rollout_linears(chosen, linears_of_config(source))
     config["quantization_config"] = declare(chosen, ops, linears)
+    if engine is not None:
+        _for_other_readers(config, chosen)
     tensors: dict[str, Tensor] = {}
     for name, value in read_tensors(source):
         module, _, leaf = name.rpartition(".")
@@ -119,6 +125,16 @@ def declare(policy: Policy, ops: str, linears: dict[str, LinearPrecision]) -> di
         "modules_to_not_convert": sorted({*kept, "lm_head"}),
         "jetgraph": own,
     }
+
+
+def _for_other_readers(config: dict[str, Any], policy: Policy) -> None:
+    """Take our own words out of ``config``; what is left is block FP8 as engines know it, or plain BF16."""
+    quantization = config["quantization_config"]
+    del quantization["jetgraph"]
+    if "weight_block_size" not in quantization:
+        del config["quantization_config"]
+        if any(rule.fp8 for rule in policy.rollout):
+            raise PolicyError(f"policy {policy.name!r} has no block scales, which no other reader of the folder knows")
 
 
 def declared_policy(declaration: dict[str, Any]) -> Policy:

@@ -17,6 +17,7 @@ from typing import Any
 from jetgraph.child_process import run_module
 from jetgraph.engines import EngineRun, RolloutPlan, get_engine
 from jetgraph.export import export_checkpoint
+from jetgraph.followed import ENGINES
 from jetgraph.mismatch import Difference
 from jetgraph.policy import get_policy
 from jetgraph.scoring import Rollout
@@ -53,11 +54,12 @@ def run_trainer(
     rollouts: dict[str, Sequence[Rollout]] | None = None,
     backward: bool = True,
     device: str = "cpu",
+    engine: str | None = None,
     say: Say = print,
 ) -> TrainerRun:
     """Compile on ``device``, capture one step (without gradients if not ``backward``) to ``graph``, score ``rollouts``.
 
-    All of it in a process of its own.
+    All of it in a process of its own.  ``engine`` is one that training follows, as of `jetgraph.compile`.
     """
     get_policy(policy)
     check_model_folder(model_dir)
@@ -72,6 +74,7 @@ def run_trainer(
             "graph": str(graph) if graph else None,
             "backward": backward,
             "device": device,
+            "engine": engine,
             "rollouts": {name: [asdict(r) for r in items] for name, items in (rollouts or {}).items()},
             "results": str(results),
         }
@@ -96,11 +99,12 @@ def run_engine(
     graph: Path | None = None,
     plans: Sequence[RolloutPlan] = (),
     options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
     say: Say = print,
 ) -> EngineRun:
     """Export ``model_dir`` for the rollout of ``policy`` and run the engine; ``stock`` runs the folder as it is.
 
-    ``options`` are the engine's own settings, besides those that the plans need.
+    ``options`` are the engine's own settings, besides those that the plans need; weights are quantised on ``device``.
     """
     integration = get_engine(engine)
     get_policy(policy)
@@ -110,7 +114,7 @@ def run_engine(
     else:
         chosen, folder = get_policy(policy), exported_folder(work, policy)
         say(f"exporting the {chosen.name} checkpoint")  # always: the folder may hold another model, or older weights
-        export_checkpoint(model_dir, folder, chosen)
+        export_checkpoint(model_dir, folder, chosen, device=device)
     return integration.run(folder, graph=graph, plans=plans, options=options, say=say)
 
 
@@ -120,16 +124,44 @@ def exported_folder(work: Path, policy: str) -> Path:
 
 
 def verify_model(
-    model_dir: Path, policy: str, engine: str, work: Path, *, stock: bool = False, say: Say = print
+    model_dir: Path,
+    policy: str,
+    engine: str,
+    work: Path,
+    *,
+    stock: bool = False,
+    device: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+    say: Say = print,
 ) -> Result:
-    """Capture both sides of ``policy`` into ``work`` (train.json, infer.json) and verify them."""
+    """Capture both sides of ``policy`` into ``work`` (train.json, infer.json) and verify them.
+
+    ``engine`` is an integration, which follows training, or one of `jetgraph.followed`, which training follows: then
+    its own kernels run on a checkpoint that says no word of us.  The trainer runs on ``device``.
+    """
     get_policy(policy)
-    get_engine(engine)
+    follows = engine in ENGINES
+    get_engine(ENGINES[engine].integration if follows else engine)
+    if follows and stock:
+        raise ValueError(f"{engine} is the engine as it is, and training follows it: leave --stock out")
     work.mkdir(parents=True, exist_ok=True)
     train, infer = work / "train.json", work / "infer.json"
-    run_trainer(model_dir, policy, "stock" if stock else "reference", graph=train, say=lambda t: say(f"trainer: {t}"))
-    run_engine(model_dir, policy, engine, work, stock=stock, graph=infer, say=lambda t: say(f"{engine}: {t}"))
+    provider = "stock" if stock else "reference"
+    followed = engine if follows else None
+    at_training, told = _named(say, "trainer"), _named(say, engine)
+    run_trainer(model_dir, policy, provider, graph=train, device=device, engine=followed, say=at_training)
+    if follows:
+        folder = work / f"exported-{get_policy(policy).file_stem}-{engine}"
+        told(f"exporting the {policy} checkpoint for {engine}")
+        export_checkpoint(model_dir, folder, policy, engine=engine, device=device)
+        get_engine(ENGINES[engine].integration).capture_stock(folder, train, infer, options, say=told)
+    else:
+        run_engine(model_dir, policy, engine, work, stock=stock, graph=infer, options=options, device=device, say=told)
     return verify_files(train, infer)
+
+
+def _named(say: Say, name: str) -> Say:
+    return lambda text: say(f"{name}: {text}")
 
 
 def verify_files(train: Path, infer: Path) -> Result:

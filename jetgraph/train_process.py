@@ -38,8 +38,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(job["model_dir"], dtype=torch.bfloat16).to(job["device"]).train()
-    compiled = jetgraph.compile(model, job["policy"], provider=job["provider"]).jetgraph
-    say(f"{type(model).__name__}, policy {job['policy']}, provider {job['provider']}")
+    compiled = jetgraph.compile(model, job["policy"], provider=job["provider"], engine=job["engine"]).jetgraph
+    say(f"{type(model).__name__}, policy {compiled.policy.name}, provider {job['provider']}")
     if job["graph"]:
         start = time.perf_counter()
         step = capture_step(compiled, backward=job["backward"])

@@ -37,16 +37,16 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     check_version(vllm.__version__)
-    from jetgraph_vllm import attention, layers, linear, quantization, sampling
+    from jetgraph_vllm import attention, exact_compilation, layers, linear, quantization, sampling
 
     quantization.register()
     layers.register()
     attention.register()
+    exact_compilation.register()
     if current_platform.is_cuda():
-        from jetgraph_vllm import attention_cuda, exact_compilation
+        from jetgraph_vllm import attention_cuda
 
         attention_cuda.register()
-        exact_compilation.register()
     else:
         sampling.register()  # a GPU's generators can take a draw back themselves
     if os.environ.get("JETGRAPH_PLAIN_LINEAR") == "1":

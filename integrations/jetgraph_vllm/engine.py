@@ -81,12 +81,15 @@ class Engine:
         enable_prefix_caching: bool = False,
         custom_ops: Sequence[str] = ("all",),
         compilation: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """``compilation``: further entries of vLLM's compilation_config, such as ``{"cudagraph_mode": "FULL"}``.
 
         With a ``mode`` of its own, or with CUDA graphs, calls pass our recorder by, and such an engine has no capture.
+        ``environment``: variables that vLLM is to read, so set before it is imported.
         """
+        os.environ.update(environment or {})
         set_environment()
         import jetgraph_vllm
 

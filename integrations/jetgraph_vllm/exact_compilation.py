@@ -1,9 +1,9 @@
-"""How vLLM compiles an exact model on a GPU unless somebody says otherwise: through our backend, in full CUDA graphs.
+"""How vLLM compiles an exact model unless somebody says otherwise: through our backend, on a GPU in full CUDA graphs.
 
-vLLM's default (mode 3) hands the model to Inductor, which computes a chain of BF16 operators in FP32 and rounds once at
-its end: other numbers than the trainer's.  So a model that declares ``ops: exact`` gets mode 2 and the backend that
-`jetgraph_vllm.capture` records, whose kernels keep every rounding (`jetgraph_vllm.pieces`).  Eager engines, and a
-backend that the user names, stay as they are: both run operators one by one.
+vLLM's default hands the model to Inductor (in mode 3, on a CPU in mode 2), which computes a chain of BF16 operators in
+FP32 and rounds once at its end: other numbers than the trainer's.  So a model that declares ``ops: exact`` gets mode 2
+and the backend that `jetgraph_vllm.capture` records, whose kernels keep every rounding (`jetgraph_vllm.pieces`).  Eager
+engines, and a backend that the user names, stay as they are: both run operators one by one.
 
 Its logprobs are to be training's as well: vLLM's second model runner, 0.26's default, sums a log-softmax by a kernel of
 its own, so the first one serves an exact model.  Both choices reach spawned workers through the environment.
@@ -24,10 +24,11 @@ INDUCTOR = ("", "inductor")
 """What vLLM calls its default backend before and after it has filled in defaults."""
 
 
-def adopt(vllm_config: Any) -> None:
+def adopt(vllm_config: Any, *, graphs: bool) -> None:
     """Change the compilation of an exact model in ``vllm_config`` as above; leave every other as it is.
 
-    Piecewise graphs need mode 3; an exact model gets full ones in their place, prompts and decoding alike.
+    ``graphs``: the platform has CUDA graphs.  Piecewise ones need mode 3; an exact model gets full ones in their place,
+    prompts and decoding alike.
     """
     if not declares_exact(vllm_config.quant_config):
         return
@@ -36,7 +37,8 @@ def adopt(vllm_config: Any) -> None:
     if compilation.mode in (None, CompilationMode.VLLM_COMPILE) and compilation.backend in INDUCTOR:
         compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE
         compilation.backend = BACKEND
-        if compilation.cudagraph_mode is None or compilation.cudagraph_mode.requires_piecewise_compilation():
+        given = compilation.cudagraph_mode
+        if graphs and (given is None or given.requires_piecewise_compilation()):
             compilation.cudagraph_mode = CUDAGraphMode.FULL
     if compilation.backend == BACKEND:
         os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # it stores what a backend returns, and ours is a live object
@@ -51,6 +53,6 @@ def register() -> None:
     @functools.wraps(defaults)
     def with_exact_models(vllm_config: Any) -> None:
         defaults(vllm_config)
-        adopt(vllm_config)
+        adopt(vllm_config, graphs=current_platform.is_cuda())
 
     current_platform.apply_config_platform_defaults = with_exact_models  # type: ignore[method-assign]

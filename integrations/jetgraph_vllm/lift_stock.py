@@ -99,14 +99,21 @@ class _StockLifter:
         hidden = self._run(self.capture.ops, self.capture.inputs, {})
         logits = self._run(*self.capture.head(), {"hidden_states": hidden})
         outputs = {"logits": lifter.layouts.read(logits)}
-        ids = lifter.token_input("targets", 1)
-        env = lifter.run(self.capture.sampler, {"logits": logits, "token_ids": ids})
-        (logprob,) = lifter.outputs(self.capture.sampler, env)
-        outputs["logprob"] = lifter.layouts.read(logprob)
+        outputs["logprob"] = self._sampler(outputs["logits"])
         for index, (k, v) in enumerate(lifter.keys_values):
             outputs |= {f"k.{index}": k, f"v.{index}": v}
         graph = builder.graph(self.capture.label, outputs, {})
         return dataclasses.replace(graph, meta={**graph.meta, **self._meta(graph)})
+
+    def _sampler(self, logits: int) -> int:
+        """The engine's own chain from logits to logprobs, recorded with a handful of rows."""
+        trace = self.capture.sampler
+        rows = next(op.value.shape[0] for op in trace if op.name == "token_ids")
+        lifter = Lifter(self.builder, rows, {"vllm.compute_token_logprobs": self._logprobs})
+        given = {"logits": lifter.layouts.token_matrix(logits), "token_ids": lifter.token_input("targets", 1)}
+        (logprob,) = lifter.outputs(trace, lifter.run(trace, given))
+        self.lifter.unknown += lifter.unknown
+        return lifter.layouts.read(logprob)
 
     def _run(self, ops: Sequence[Op], inputs: Sequence[StockInput], given: Mapping[str, Value]) -> Value:
         bound = {i.name: given[i.fqn] if i.fqn in given else self._bind(i) for i in inputs}
@@ -130,8 +137,11 @@ class _StockLifter:
         module, _, leaf = given.fqn.rpartition(".")
         if leaf == "cos_sin_cache":
             return RotaryTable(given.fqn)
-        if given.shape and self.capture.linears.get(module, {}).get("scales") is not None:
+        linear = self.capture.linears.get(module)
+        if given.shape and linear is not None and linear["scales"] is not None:
             return Stored(module, "codes" if leaf == "weight" else "scale")
+        if leaf == "weight" and linear is not None and all("digest" in part for part in linear["parts"]):
+            return Stored(module, "weight")
         assert given.shape is not None
         return self._parameter(given.fqn, given.shape, given.dtype, self.capture.tensors[given.fqn]["digest"])
 
@@ -248,9 +258,21 @@ class _StockLifter:
         return HANDLERS[op.target.rsplit(".", 1)[0]](lift, frame, op, args, kwargs)
 
     def _mm(self, lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-        refuse_unless(not isinstance(args[1], Stored), "stored codes multiplied as numbers")
-        self.builder.where = replace(self.builder.where, fqn="lm_head")
-        return HANDLERS["aten.mm"](lift, frame, op, args, kwargs)
+        x, weight = args
+        if not isinstance(weight, Stored):
+            self.builder.where = replace(self.builder.where, fqn="lm_head")
+            return HANDLERS["aten.mm"](lift, frame, op, args, kwargs)
+        refuse_unless(weight.kind == "weight", "stored codes multiplied as numbers")
+        refuse_unless(weight.transposed, "a stored weight whose rows are contracted")
+        outs = []
+        for part in self.capture.linears[weight.module]["parts"]:
+            self.builder.where = replace(self.builder.where, fqn=part["name"])
+            shape = (part["rows"][1] - part["rows"][0], self._width(weight.module))
+            term = self._parameter(f"{part['name']}.weight", shape, "bfloat16", part["digest"]).term
+            product = gemm(lift, lift.layouts.read(x), term, "nt", "aten::mm")
+            outs.append(lift.layouts.pointwise("round", [product], Format.BF16))
+        self.builder.rules["merged weight is its linears"] += len(outs) > 1
+        return lift.layouts.cat(outs, 1) if len(outs) > 1 else outs[0]
 
     # -------------------------------------------------------------------------------------------- cache, attention
 

@@ -36,10 +36,10 @@ class Fp8BlockLinearMethod(LinearMethodBase):
         self.block_rows, self.group = int(granularity.rows or 0), int(granularity.cols or 0)
         self.activation_arguments = torch_ops.scale_arguments(scale)  # type: ignore[arg-type]
         self.parts: tuple[Part, ...] = ()
-        self.provider = ""
-        """Whose kernel multiplies, as the operator and the captured graph name it; empty on a CPU."""
         self.products: tuple[Part, ...] = ()
         """What one GEMM computes each: the parts, or all of them as one."""
+        self.providers: dict[Part, str] = {}
+        """Whose kernel computes each product, as the operator and the captured graph name it; empty on a CPU."""
 
     def create_weights(
         self,
@@ -68,10 +68,11 @@ class Fp8BlockLinearMethod(LinearMethodBase):
         for part in self.parts:
             pin(layer.weight.data[slice(*part.rows)], self.group)
         if layer.weight.is_cuda:
-            self.provider, self.products = self._choose(layer)
+            self.providers = self._choose(layer)
+            self.products = tuple(self.providers)
 
-    def _choose(self, layer: torch.nn.Module) -> tuple[str, tuple[Part, ...]]:
-        """The provider of the GEMMs, and what each of them computes.
+    def _choose(self, layer: torch.nn.Module) -> dict[Part, str]:
+        """What each GEMM computes, and its provider.
 
         Self-tests run now, that of the quantiser too: later might be in the middle of a CUDA graph.
         """
@@ -84,18 +85,19 @@ class Fp8BlockLinearMethod(LinearMethodBase):
 
         with plain_defaults():
             registry.choose(Quantizer(rows, cols, tuple(rule)), device)
-            names = {provider(part) for part in self.parts}
-            if whole is not None and names == {provider(whole)}:
-                return names.pop(), (whole,)
-        return (names.pop() if len(names) == 1 else ""), self.parts
+            chosen = {part: provider(part) for part in self.parts}
+            if whole is not None and set(chosen.values()) == {provider(whole)}:
+                return {whole: provider(whole)}
+        return chosen
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x if x.ndim == 2 else x.flatten(0, -2)
         codes, scale = torch.ops.jetgraph.quantize(flat, *self.activation_arguments)
-        grid = self.block_rows, self.group, *((self.provider,) if self.provider else ())
+        grid = self.block_rows, self.group
         outs = []
-        for weight, weight_scale, part_bias in self._operands(layer, bias):
-            outs.append(torch.ops.jetgraph.fp8_gemm(codes, scale, weight, weight_scale, part_bias, *grid))
+        for part, operands in zip(self.products, self._operands(layer, bias), strict=True):
+            named = (self.providers[part],) if part in self.providers else ()
+            outs.append(torch.ops.jetgraph.fp8_gemm(codes, scale, *operands, *grid, *named))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
         return out if x.ndim == 2 else out.unflatten(0, x.shape[:-1])
 

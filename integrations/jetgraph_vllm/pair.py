@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,12 @@ from jetgraph.audit import Audit
 from jetgraph.child_process import run_module
 from jetgraph.diverge import Recording
 from jetgraph.engines import EngineRun, RolloutPlan
+from jetgraph.graph import PrecisionGraph
 from jetgraph.policy import Policy
 from jetgraph.scoring import Rollout
+from jetgraph_vllm import stock_settings
+from jetgraph_vllm.lift_stock import lift_stock
+from jetgraph_vllm.stock_format import StockCapture
 
 MAX_STEP = 1024
 """Tokens in one step of a plan that sets no limit."""
@@ -52,6 +57,35 @@ class VllmEngine:
         mode = results["engine"]["logprobs_mode"]  # what the live engine was set to
         rollouts = {plan.name: _rollouts(results["steps"][plan.name], plan, mode) for plan in plans}
         return EngineRun(results["engine"]["start_seconds"], graph, rollouts)
+
+    def capture_stock(
+        self,
+        model_dir: Path,
+        train: Path,
+        graph: Path,
+        options: Mapping[str, Any] | None = None,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """As the protocol says; ``options`` go to `vllm.LLM`.  The graph is replayed in the engine's process.
+
+        Raises:
+            EngineFailed: vLLM has no kernel of its own for the checkpoint on this machine, or another reason to stop.
+            StockCaptureError: a part of the engine could not be recorded.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            job_file, record = Path(folder, "job.json"), Path(folder, "capture.json")
+            trainings = Path(folder, "trainings")
+            trainings.mkdir()
+            shutil.copy(train, trainings / "train_followed.json")
+            job = stock_settings.capture_job(model_dir, record, options or {}, trainings)
+            job_file.write_text(json.dumps(job))
+            say("recording the engine's own kernels")
+            self._subprocess("jetgraph_vllm.stock_capture", job_file, say, more=stock_settings.ENVIRONMENT)
+            lifted = lift_stock(StockCapture.load(record), PrecisionGraph.load(train))
+        graph.parent.mkdir(parents=True, exist_ok=True)
+        lifted.save(graph)
+        say(f"{len(lifted.nodes)} nodes, replay {lifted.meta['replay']['passed']}")
 
     def record(
         self,
@@ -136,10 +170,17 @@ class VllmEngine:
         return {"engine": options, "results": str(results), "steps": steps}
 
     def _subprocess(
-        self, module: str, argument: Path, say: Callable[[str], None], *, plain_linears: bool = True
+        self,
+        module: str,
+        argument: Path,
+        say: Callable[[str], None],
+        *,
+        plain_linears: bool = True,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         """``plain_linears``: see `jetgraph_vllm.linear.keep_plain_linears`; without, the engine is as it comes."""
-        environment = {**SHARING_CORES, **os.environ} | ({"JETGRAPH_PLAIN_LINEAR": "1"} if plain_linears else {})
+        environment = {**SHARING_CORES, **os.environ, **(more or {})}
+        environment |= {"JETGRAPH_PLAIN_LINEAR": "1"} if plain_linears else {}
         status, lines = run_module(module, argument, environment, "jetgraph_vllm:", say, stdout=subprocess.DEVNULL)
         if status != 0:
             raise EngineFailed("vLLM ended with an error; its last lines:\n" + "\n".join(lines))

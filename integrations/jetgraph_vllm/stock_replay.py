@@ -244,6 +244,8 @@ def _leaves(model: torch.nn.Module, folder: Path, stock: StockCapture) -> dict[s
     for module, described in stock.linears.items():
         for part in described["parts"]:
             if "scale_rows" not in part:
+                if described["scales"] is None and "digest" in part:
+                    leaves[f"{part['name']}.weight"] = live[f"{module}.weight"][slice(*part["rows"])]
                 continue
             rows, scale_rows = slice(*part["rows"]), slice(*part["scale_rows"])
             scales = live.get(f"{module}.weight_scale_inv", live.get(f"{module}.weight_scale"))

@@ -11,8 +11,11 @@ import torch
 
 from benchmarks import arms, mismatch, rollout, sync
 from benchmarks.arms import Arm, ArmFailed
-from jetgraph.mismatch import join
+from jetgraph.engines import EngineRun, RolloutPlan
+from jetgraph.mismatch import Pairs, join
+from jetgraph.pair import TrainerRun
 from jetgraph.scoring import Rollout
+from tests.core.small_models import random_model
 
 
 def sampled(*logprobs: float) -> Rollout:
@@ -39,6 +42,78 @@ def test_mismatch_rows_are_those_of_the_pairs_and_jet_must_be_exact():
     assert all(row.ok is not False for row in mismatch.rows("x", equal.measure(), [0.0], must_be_exact=True))
 
 
+def test_a_pair_that_fails_is_named_and_the_rows_of_the_others_are_written_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    found = tmp_path / "m.json"
+    written = []
+
+    def measure(name: str, *_: object) -> Pairs:
+        if "naive" in name:
+            raise RuntimeError("vLLM ended")
+        written.append(len(json.loads(found.read_text())["rows"]) if found.exists() else 0)
+        return join([mismatch._pair(sampled(-1.0), [-1.5])])
+
+    monkeypatch.setattr(mismatch, "measure", measure)
+    monkeypatch.setattr(mismatch, "write_model", lambda folder, *_, **__: folder)
+    monkeypatch.setattr(sys, "argv", ["mismatch", "--tiny", f"--json={found}", f"--picture={tmp_path / 'm.svg'}"])
+    assert mismatch.main() == 1
+    rows = [row["metric"] for row in json.loads(found.read_text())["rows"]]
+    assert (rows[0], len([r for r in rows if r.endswith(", tokens")])) == ("random, jet, tokens", 2)
+    assert "random, naive FP8 rollout: left out: RuntimeError: vLLM ended" in capsys.readouterr().out
+    assert written[0] == 0
+
+
+def test_the_followed_pair_serves_a_folder_without_us_and_trains_as_the_engine_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: dict = {}
+
+    def run_engine(folder: Path, policy: str, engine: str, work: Path, **options: object) -> EngineRun:
+        seen["engine"] = folder, options["stock"]
+        return EngineRun(1.0, None, {"sampled": [sampled(-1.0)]})
+
+    def run_trainer(folder: Path, policy: str, provider: str, **options: object) -> TrainerRun:
+        seen["trainer"] = folder, policy, provider, options["engine"]
+        return TrainerRun(None, 1.0, 1, logprobs={"sampled": [[-1.25]]})
+
+    random_model("qwen3", layers=1).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(mismatch, "run_engine", run_engine)
+    monkeypatch.setattr(mismatch, "run_trainer", run_trainer)
+    plan = RolloutPlan("sampled", [[1, 2]], [1], 1)
+    pairing = mismatch.PAIRINGS["stock FP8, followed"]
+    pairs = mismatch.measure("x", pairing, tmp_path / "model", plan, tmp_path, "cpu")
+    assert pairs.measure().whole.total.max == 0.25
+    assert seen["trainer"] == (tmp_path / "model", "jet", "reference", "vllm-stock")
+    served, stock = seen["engine"]
+    assert stock
+    assert "jetgraph" not in (served / "config.json").read_text()
+    on_gpu = mismatch.on_gpu(pairing, 4)
+    assert on_gpu["environment"] == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert on_gpu["compilation"]["cudagraph_capture_sizes"] == [1, 2, 4]
+
+
+def test_a_rollout_benchmark_that_is_cut_short_leaves_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Cut(Arm):
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def ask(self, request: dict) -> dict:
+            self.asked += 1
+            if self.asked == 6:  # a warm turn and two more of batch 1, then the third turn of batch 3
+                raise KeyboardInterrupt
+            return {"seconds": 0.5, "tokens": 100 * request["batch"]}
+
+    found = tmp_path / "r.json"
+    monkeypatch.setattr(rollout, "started", lambda *_: {"fp8": Cut()})
+    monkeypatch.setattr(sys, "argv", ["rollout", "--tiny", f"--json={found}"])
+    with pytest.raises(KeyboardInterrupt):
+        rollout.main()
+    rows = {row["metric"]: row["value"] for row in json.loads(found.read_text())["rows"]}
+    assert rows == {"batch 1, turns": 2, "batch 1, fp8": 200.0, "batch 3, turns": 1, "batch 3, fp8": 600.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
 def test_the_plot_has_a_line_an_arm(tmp_path: Path):
     path = tmp_path / "m.svg"
     mismatch.draw({"bf16/bf16": [0.1, 0.2], "jet": [0.0, 0.0]}, 128, path)
@@ -55,7 +130,8 @@ def test_rollout_ratios_are_of_each_turn_and_carry_their_bars():
     assert table["batch 64, jet beside bf16"].value == 1.29  # of 1.3, 1.29 and 1.2; medians alone would say 1.3
     assert not any("invariant" in metric for metric in table)
     slow = rollout.rows(64, {"fp8": [100.0], "jet": [97.0]}, bars=True)
-    assert [row.ok for row in slow] == [None, None, False]
+    assert [(row.metric, row.ok) for row in slow if row.ok is not None] == [("batch 64, jet beside fp8", False)]
+    assert table["batch 64, turns"].value == 3
     assert all(row.ok is None for row in rollout.rows(64, speeds, bars=False))
     alone = {row.metric: row for row in rollout.rows(1, speeds, bars=True)}
     assert alone["batch 1, jet beside bf16"].ok is None  # no bar at batch 1

