@@ -10,7 +10,8 @@ def main(folder: str, asked: str, out: str) -> None:
     from vllm import LLM, SamplingParams
 
     asked = json.loads(asked)
-    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=4)  # a random model has no tokenizer
+    # a random model has no tokenizer; by default a CPU engine asks for 92 % of the machine's memory to be free
+    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=4, gpu_memory_utilization=0.2)
     client = type(llm.llm_engine.engine_core).__name__
     sampling = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False)
