@@ -13,7 +13,11 @@ from jetgraph.precision import E4M3_MAX
 ROTARY = "rms_norm_rotary"
 FUSED = frozenset(
     {
-        *("quantize_rows_and_tokens", "rms_norm_quantize", "inverse_rms", ROTARY, "silu_mul_quantize"),
+        "quantize_rows_and_tokens",
+        "rms_norm_quantize",
+        "inverse_rms",
+        ROTARY,
+        "silu_mul_quantize",
         "silu_mul_backward_quantize",
     }
 )
