@@ -1,8 +1,9 @@
 """Launch a Triton kernel without asking Triton each time which of its compiled forms is meant.
 
-Triton binds and inspects every argument at every launch: a fifth of the host's time for a decoder block's training step,
-which makes 29 launches (cProfile on an H200 machine).  Here the compiled kernel is found by everything that Triton
-specialises on: dtypes, alignment to 16 bytes, whether a number is 1, a multiple of 16 or needs 64 bits, all constants.
+Triton binds and inspects every argument at every launch: a fifth of the host's time for a training step of a decoder
+block, which makes 29 launches (cProfile on an H200 machine).  Here the compiled kernel is found by everything that
+Triton specialises on: dtypes, alignment to 16 bytes, whether a number is 1, a multiple of 16 or needs 64 bits, all
+constants.
 """
 
 from __future__ import annotations
