@@ -102,8 +102,6 @@ def main(arguments: list[str]) -> int:
     jetgraph_vllm.register()
     import vllm
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     llm = vllm.LLM(model=job["model"], **{**OPTIONS, **job.get("llm", {})})
     policy = None if job.get("policy") is None else Policy.from_plain(job["policy"])
     Path(job["out"]).write_text(json.dumps(audit(llm, policy).to_plain(), ensure_ascii=False))

@@ -27,8 +27,11 @@ from jetgraph_vllm.stock_format import StockCapture
 MAX_STEP = 1024
 """Tokens in one step of a plan that sets no limit."""
 
-SHARING_CORES = {"OMP_WAIT_POLICY": "passive", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Several engines or trainers may share the machine's cores: do not spin, do not pin threads."""
+SHARING = {"OMP_WAIT_POLICY": "passive", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Several engines or trainers may share a machine: do not spin, do not pin threads, and hold 1 GiB of keys and values.
+
+On a CPU vLLM else asks for 92 % of the memory, and refuses to start where something else holds a tenth.
+"""
 
 
 class EngineFailed(RuntimeError):
@@ -179,7 +182,7 @@ class VllmEngine:
         more: Mapping[str, str] | None = None,
     ) -> None:
         """``plain_linears``: see `jetgraph_vllm.linear.keep_plain_linears`; without, the engine is as it comes."""
-        environment = {**SHARING_CORES, **os.environ, **(more or {})}
+        environment = {**SHARING, **os.environ, **(more or {})}
         environment |= {"JETGRAPH_PLAIN_LINEAR": "1"} if plain_linears else {}
         status, lines = run_module(module, argument, environment, "jetgraph_vllm:", say, stdout=subprocess.DEVNULL)
         if status != 0:

@@ -79,14 +79,20 @@ class ReferenceLinear(torch.autograd.Function):
         return dx.view(ctx.shape), dw, grad.sum(0) if ctx.biased else None, None
 
 
+def _fp32(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
 class ReferenceAttention(torch.autograd.Function):
     """Attention head by head in float64 under a dense mask, rounded once; gradients by the textbook formulas.
 
-    ``visible`` [B, 1, n, L] is True where a query sees a key; a query that sees none gives zeros.
+    ``visible`` [B, 1, n, L] is True where a query sees a key; a query that sees none gives zeros.  ``scale`` and
+    ``softcap`` count as the FP32 numbers nearest to them.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, visible, scale, softcap):
+        scale, softcap = _fp32(scale), None if softcap is None else _fp32(softcap)
         ctx.save_for_backward(q, k, v, visible)
         ctx.scale, ctx.softcap = scale, softcap
         out = torch.empty_like(q)

@@ -59,11 +59,11 @@ def synced(llm: Any, folder: str) -> dict[str, Any]:
     """A stock BF16 engine takes weights too where its kernels read them in place, and is refused where they do not."""
     module = down_proj(llm)
     keep, copy = module.cpu_linear, module.weight.data.clone()
+    if not copy.numel() or getattr(getattr(keep, "__code__", None), "co_freevars", ()):  # this CPU has them packed
+        return {"packed by vLLM": True, "refused": raised(lambda: attach(llm))}
     module.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, copy, bias)  # as packing does
     refused = raised(lambda: attach(llm))
     module.cpu_linear = keep
-    if not module.weight.numel() or getattr(getattr(keep, "__code__", None), "co_freevars", ()):
-        return {"refused": refused, "as it is": raised(lambda: attach(llm))}
     trainer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in trainer.parameters():
