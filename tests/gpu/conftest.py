@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from glob import glob
 from pathlib import Path
 
 import pytest
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # processes of pytest-xdist share the machine's GPUs
+    num_gpus = len(glob("/dev/nvidia[0-9]*"))
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker.removeprefix("gw")) % max(num_gpus, 1)))
 
 COMPILE_MODELS = ("test_capture", "test_rounding")
 """Their tests share compiled models: with pytest-xdist (``--dist loadgroup``) one process has all that share one."""

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# tests/gpu on every GPU of the machine:   benchmarks/jobs/tests.sh [SECONDS [PYTEST_ARGUMENT…]]
+#
+# First the self-tests of the kernels (`jetgraph doctor`), whose findings every process then recalls.
+. "$(dirname "$0")/common.sh"
+begin "${1:-300}"
+step doctor 90 python3 -m jetgraph.cli doctor
+# a core in eight is left to Triton's own processes
+workers=$(($(nproc) * 7 / 8))
+TAIL=60 step tests 600 python3 -m pytest -o addopts= -q -ra --tb=short --durations=15 -p no:warnings -p no:cacheprovider \
+  -n "$workers" --dist loadgroup "${@:2}" tests/gpu
+pkill -9 -f xdist || true # an interrupted run leaves its workers on the cores
