@@ -11,6 +11,7 @@ it operator by operator, as its graph says.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -53,7 +55,7 @@ class Execution:
 
     Private torch API used (same in 2.11–2.13): compile_fx_inner, select_decomp_table, inductor's config,
     node.meta["low_precision_pointwise_barrier"], node.meta["inductor_realize_to_strides"],
-    torch._C._AutoDispatchBelowAutograd.
+    torch._C._AutoDispatchBelowAutograd, torch._guards.detect_fake_mode.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any], kind: str, codegen: str) -> None:
@@ -131,7 +133,8 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    decomposed = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
+    with detect_fake_mode(inputs) or contextlib.nullcontext():  # where sizes are fixed, a decomposition makes constants
+        decomposed = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
     for node in decomposed.graph.nodes:  # AOTAutograd's own tracing would mark them; ours comes after it
         if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
             node.meta["low_precision_pointwise_barrier"] = True

@@ -13,7 +13,6 @@ N=512, K=16384.  It therefore never serves a forward pass by itself.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -102,8 +101,8 @@ def whole_groups(codes: Tensor, more_rows: int = 0) -> Tensor:
 
 
 def dense(codes: Tensor) -> Tensor:
-    """Codes [R, K] contiguous; DGRAD's, the transposed view of a weight's, by our kernel if there is triton."""
-    if codes.is_cuda and not codes.is_contiguous() and codes.t().is_contiguous() and _has_triton():
+    """Codes [R, K] contiguous; DGRAD's, the transposed view of a weight's, by our kernel where it runs."""
+    if codes.is_cuda and not codes.is_contiguous() and codes.t().is_contiguous() and transposes(codes.device):
         from jetgraph.lowering import triton_transpose
 
         return triton_transpose.transpose_codes(codes.t())
@@ -111,8 +110,15 @@ def dense(codes: Tensor) -> Tensor:
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def transposes(device: torch.device) -> bool:
+    """Whether our kernel transposes codes on ``device``; else torch copies them, which takes longer."""
+    try:
+        from jetgraph.lowering import triton_transpose
+
+        cases = [torch.arange(rows * 16, device=device).view(rows, 16).to(torch.uint8) for rows in (16, 5)]
+        return all(torch.equal(triton_transpose.transpose_codes(case), case.t()) for case in cases)
+    except Exception:  # no triton, or one that does not load, or no C compiler for what launches its kernels
+        return False
 
 
 def column_major(scale: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, ...]:
     request = Fused("rms_norm_quantize", x.shape[-1], group, rule, own_mean and weight.dtype is torch.bfloat16)
     inputs = (x,) if residual is None else (x, residual)
+    inputs = inputs if weight.shape == x.shape[-1:] else ()  # one factor for all: it would read on
     return _run(request.kernel, inputs, (x, residual, weight, eps, own_mean, tokens, group, *rule), request)
 
 
@@ -49,6 +50,7 @@ def rms_norm_rotary(
 ) -> tuple[Tensor, Tensor]:
     request = Fused("rms_norm_rotary", x.shape[-1], 128, None, own_mean)
     narrow = all(t.dtype is torch.bfloat16 for t in (cos, sin, x if weight is None else weight))
+    narrow = narrow and (weight is None or weight.shape == x.shape[-1:])
     one_a_token = cos.shape == sin.shape in ((1, x.shape[1], x.shape[3]), (x.shape[0], x.shape[1], x.shape[3]))
     inputs, arguments = (x,), (x, weight, eps, own_mean, cos, sin)
     return _run(request.kernel, inputs if narrow and one_a_token else (), arguments, request)

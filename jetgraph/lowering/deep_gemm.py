@@ -22,7 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetgraph.lowering.cublaslt import dense, shifted, whole_groups
-from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, refuses_blocks, self_test
+from jetgraph.lowering.provider import (
+    FPROP,
+    WGRAD,
+    Finding,
+    Gemm,
+    Quantizer,
+    failed,
+    missing_hopper,
+    refuses_blocks,
+    self_test,
+)
 from jetgraph.lowering.scale_layout import lies_in_columns
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
@@ -47,9 +57,12 @@ class DeepGemm:
             return Finding(self.name, False, "DeepGEMM is not installed, neither on its own nor inside vLLM")
         try:
             nvcc = nvcc_version()
+        except ToolchainError as error:
+            return Finding(self.name, False, str(error))
+        try:
             library = importlib.import_module(module)
-        except (ToolchainError, ImportError, OSError, AssertionError) as error:
-            return Finding(self.name, False, (str(error) or type(error).__name__).splitlines()[0])
+        except Exception as error:  # it looks for a driver, headers and tools when it is imported
+            return Finding(self.name, False, f"import {module} {failed(error)}")
         versions = (("DeepGEMM", getattr(library, "__version__", f"of {module}")), ("nvcc", "{}.{}".format(*nvcc)))
         return self_test(self.name, self.fp8_gemm, (FPROP, WGRAD), device, versions)
 

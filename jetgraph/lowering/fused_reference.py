@@ -22,10 +22,10 @@ def quantize_rows_and_tokens(x: Tensor, group: int, *rule) -> tuple[Tensor, Tens
 def rms_norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, own_mean: bool, tokens: bool, group: int, *rule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    s = x if residual is None else x + residual
+    s = x if residual is None else (x + residual).contiguous()  # a compiled graph was told so, however x lies
     r = inverse_rms(s, eps, own_mean)
     y = weight * (s.to(torch.float32) * r).to(torch.bfloat16)
-    return (torch.empty_like(x[:0]) if residual is None else s, r, *_both(_rows(y), group, tokens, rule))
+    return (x.new_empty((0, *x.shape[1:])) if residual is None else s, r, *_both(_rows(y), group, tokens, rule))
 
 
 def inverse_rms(x: Tensor, eps: float, own_mean: bool) -> Tensor:

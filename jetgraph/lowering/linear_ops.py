@@ -134,3 +134,5 @@ def _gradients(ctx, dy):
 
 
 linear.register_autograd(_gradients, setup_context=_save)
+linear_dgrad.refuse_gradient()
+linear_wgrad.refuse_gradient()

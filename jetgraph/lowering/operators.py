@@ -33,9 +33,17 @@ class Operator:
         torch.library.register_fake(f"{NAMESPACE}::{self._name}", fake, lib=LIBRARY)
         return fake
 
-    def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None) -> None:
         name = f"{NAMESPACE}::{self._name}"
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=LIBRARY)
+
+    def refuse_gradient(self) -> None:
+        """Whoever differentiates a result gets an error; by default torch warns once and goes on with wrong numbers."""
+
+        def refuse(ctx, *grads):
+            raise NotImplementedError(f"{NAMESPACE}::{self._name} has no gradient: training is differentiated once")
+
+        self.register_autograd(refuse)
 
 
 def on_cuda(function: Callable[..., Any]) -> None:

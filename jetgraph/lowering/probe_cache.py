@@ -15,12 +15,11 @@ import json
 import os
 import tempfile
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from jetgraph.lowering.provider import Finding, Provider
+from jetgraph.lowering.provider import UNKNOWN_VERSION, Finding, Provider, triton_version
 
 SLOW = frozenset({"triton_fused", "triton_exact"})
 
@@ -39,12 +38,11 @@ def probe(provider: Provider, device: torch.device, *, fresh: bool = False) -> F
 
 
 def _path(name: str, device: torch.device) -> Path | None:
-    folder = os.environ.get("JETGRAPH_CACHE", str(Path.home() / ".cache" / "jetgraph"))
-    if not folder or not torch.cuda.is_available():
+    folder = os.path.expanduser(os.environ.get("JETGRAPH_CACHE", "~/.cache/jetgraph"))
+    if not folder or folder.startswith("~") or not torch.cuda.is_available():  # "~" stays where a user has no home
         return None
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
+    triton = triton_version()
+    if triton in (None, UNKNOWN_VERSION):
         return None
     capability = torch.cuda.get_device_capability(device)
     machine = torch.cuda.get_device_name(device), capability, torch.__version__, torch.version.cuda, triton

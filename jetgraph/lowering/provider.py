@@ -9,14 +9,17 @@ Next door: `registry` chooses, `reference` defines what every provider must comp
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from jetgraph.lowering.scale_layout import row_scales, token_scales
 
 E4M3 = torch.float8_e4m3fn
 Rule = tuple[float, float, str, bool]
@@ -158,11 +161,29 @@ def missing_hopper(device: torch.device, least: tuple[int, int] = (9, 0), exact:
     return None
 
 
+NO_TRITON = "triton is not installed; install jetgraph[gpu]"
+UNKNOWN_VERSION = "of unknown version"
+
+
+def triton_version() -> str | None:
+    """Of the triton that would be imported, or None if there is none; `UNKNOWN_VERSION` if no package owns it.
+
+    torch's nightly builds bring the module in a package of another name.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    for package in ("triton", "pytorch-triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return UNKNOWN_VERSION
+
+
 def triton_finding(name: str, device: torch.device, test: Callable[[torch.device], tuple[str, str]]) -> Finding:
     """What a provider of Triton kernels found; ``test`` gives what is wrong ("" if nothing is) and what is right."""
-    if importlib.util.find_spec("triton") is None:
-        return Finding(name, False, "triton is not installed; install jetgraph[gpu]")
-    return tested_finding(name, device, (("triton", version("triton")),), test)
+    triton = triton_version()
+    if triton is None:
+        return Finding(name, False, NO_TRITON)
+    return tested_finding(name, device, (("triton", triton),), test)
 
 
 def tested_finding(
@@ -179,9 +200,14 @@ def tested_finding(
         with torch.cuda.device(device):
             wrong, right = test(device)
     except Exception as error:  # whatever a compiler or a library throws at its first use is a refusal, in one line
-        first_line = (str(error).strip() or "no message").splitlines()[0][:160]
-        return Finding(name, False, f"failed with {type(error).__name__}: {first_line}", versions)
+        return Finding(name, False, failed(error), versions)
     return Finding(name, not wrong, wrong or right, versions, row_invariant=not wrong)
+
+
+def failed(error: Exception) -> str:
+    """How something failed, in one line."""
+    first_line = (str(error).strip() or "no message").splitlines()[0][:160]
+    return f"failed with {type(error).__name__}: {first_line}"
 
 
 def refuses_blocks(request: Gemm, out_multiple: int, group: int = 128) -> str | None:
@@ -229,6 +255,13 @@ def exact_operands(case: Gemm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor |
     return a, a_scale, b, b_scale, bias
 
 
+def in_columns(case: Gemm, a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same scales as our quantisers lay them (`scale_layout`): what a provider is given as a rule."""
+    lay = token_scales if case.role == "WGRAD" else row_scales
+    left = lay(a_scale, *a_scale.shape).copy_(a_scale)
+    return left, lay(b_scale, *b_scale.shape).copy_(b_scale) if case.role == "WGRAD" else b_scale
+
+
 def exact_product(case: Gemm) -> Tensor:
     """The BF16 product of `exact_operands`, from integers alone."""
     a, a_scale, b, b_scale, bias = exact_operands(case)
@@ -266,19 +299,23 @@ def self_test(
     value = None
     for case in cases:
         a, a_scale, b, b_scale, bias = (None if t is None else t.to(device) for t in exact_operands(case))
-        try:
-            got = fp8_gemm(a, a_scale, b, b_scale, bias, case.b_rows, case.group).cpu()
-        except Exception as error:  # whatever a library throws at its first use is a refusal, told in one line
-            first_line = (str(error).strip() or "no message").splitlines()[0][:160]
-            return Finding(name, False, f"{case} failed with {type(error).__name__}: {first_line}", versions)
-        if case == FPROP:
-            value = checksum(got)
-        wrong = (got != exact_product(case)).sum().item()  # NaN differs from everything
-        if wrong:
-            reason = f"{case}: {wrong:,} of {got.numel():,} values of the self-test are wrong"
-            return Finding(name, False, reason, versions, value)
+        scales = {"": (a_scale, b_scale), ", scales in columns": in_columns(case, a_scale, b_scale)}
+        for lie, (left_scale, right_scale) in scales.items():
+            try:
+                got = fp8_gemm(a, left_scale, b, right_scale, bias, case.b_rows, case.group).cpu()
+            except Exception as error:  # whatever a library throws at its first use is a refusal, told in one line
+                return Finding(name, False, f"{case}{lie} {failed(error)}", versions)
+            if case == FPROP and not lie:
+                value = checksum(got)
+            wrong = (got != exact_product(case)).sum().item()  # NaN differs from everything
+            if wrong:
+                reason = f"{case}{lie}: {wrong:,} of {got.numel():,} values of the self-test are wrong"
+                return Finding(name, False, reason, versions, value)
     if row_invariant is None:
-        row_invariant = rows_are_independent(fp8_gemm, device)
+        try:
+            row_invariant = rows_are_independent(fp8_gemm, device)
+        except Exception as error:  # a kernel of another shape than the cases', compiled at its first use
+            return Finding(name, False, f"the comparison of rows {failed(error)}", versions, value)
     rows = "do not depend" if row_invariant else "may depend"
     reason = f"all values of the self-test exact, rows {rows} on how many there are"
     return Finding(name, True, reason, versions, value, row_invariant)
@@ -303,5 +340,10 @@ def rows_are_independent(
     a, b = codes(most, depth), codes(num_out, depth)
     a_scale = torch.rand(most, depth // 128, generator=generator).to(device)
     b_scale = torch.rand(-(-num_out // 128), depth // 128, generator=generator).to(device)
-    whole = fp8_gemm(a, a_scale, b, b_scale, None, 128, 128)
-    return all(torch.equal(fp8_gemm(a[:m], a_scale[:m], b, b_scale, None, 128, 128), whole[:m]) for m in counts)
+
+    def product(rows: int) -> Tensor:
+        few = row_scales(a_scale, rows, a_scale.shape[1]).copy_(a_scale[:rows])
+        return fp8_gemm(a[:rows], few, b, b_scale, None, 128, 128)
+
+    whole = product(most)
+    return all(torch.equal(product(m), whole[:m]) for m in counts)

@@ -140,7 +140,13 @@ def _first(request: Request, device: torch.device, wanted: str | None) -> Provid
         if reason is not None:
             raise ProviderError(_cannot(wanted, request, reason, names, device))
         return PROVIDERS[wanted]
-    return next(PROVIDERS[name] for name in names if refusal(name, request, device) is None)
+    refusals = {}
+    for name in names:
+        reason = refusal(name, request, device)
+        if reason is None:
+            return PROVIDERS[name]
+        refusals[name] = reason
+    raise ProviderError(f"no provider runs {request} on {device}: {'; '.join(map(': '.join, refusals.items()))}")
 
 
 def _cannot(name: str, request: Request, reason: str, names: Iterable[str], device: torch.device) -> str:

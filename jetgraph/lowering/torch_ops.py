@@ -248,6 +248,7 @@ def _attention_gradient(ctx, grad, grad_lse):
 
 
 attention.register_autograd(_attention_gradient, setup_context=_save_attention)
+attention_backward.refuse_gradient()
 
 
 import jetgraph.lowering.cuda_ops  # noqa: E402, F401  (how the operators above run on a GPU; it needs them defined)

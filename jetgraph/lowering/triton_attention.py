@@ -15,10 +15,13 @@ from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.triton_attention_kernels import attention_kernel, paged_attention_kernel
 from jetgraph.lowering.triton_launch import launch
 
-ATTENTION_TILE = (128, 64, 8, 3)
-"""BLOCK_M, BLOCK_N, warps, stages, the same in training and rollout.  `python -m benchmarks.exact --sweep`: others."""
+ATTENTION_TILE = (64, 64, 4, 3)
+"""BLOCK_M, BLOCK_N, warps, stages, the same in training and rollout.  `python -m benchmarks.exact --sweep`: others.
+
+Of a decoded token only the G heads of a group are rows, so the smallest tile of a tensor core's instruction wins.
+"""
 WIDE_TILE = (128, 64, 8, 2)
-"""For head sizes above 128."""
+"""For head sizes above 128, or more than 64 heads on one."""
 MAX_HEAD_SIZE, HEAD_MULTIPLE = 256, 8
 
 
@@ -54,7 +57,7 @@ def attention(
     q, k, v = (in_units(t) for t in (q, k, v))
     if k.stride(2) != v.stride(2):
         k, v = k.contiguous(), v.contiguous()
-    block_m, block_n, warps, stages = tile or tile_of(size)
+    block_m, block_n, warps, stages = tile or tile_of(size, per_group)
     grid = (num_blocks(num_queries, block_m // per_group), num_groups, batch)
     launch(
         attention_kernel,
@@ -136,8 +139,8 @@ def paged_attention(
     lse = q.new_empty((num_heads, num_tokens), dtype=torch.float32)
     if not num_tokens or not len(seq_lens):
         return target, lse
-    block_m, block_n, warps, stages = tile or tile_of(size)
     per_group = num_heads // num_groups
+    block_m, block_n, warps, stages = tile or tile_of(size, per_group)
     grid = (num_tokens // (block_m // per_group) + len(seq_lens), num_groups)
     launch(
         paged_attention_kernel,
@@ -196,15 +199,15 @@ def refused(
 def _refused_sizes(num_heads: int, num_groups: int, size: int, scale: float, window: int, softcap: float) -> str | None:
     if size % HEAD_MULTIPLE or size > MAX_HEAD_SIZE:
         return f"a head size of {size}; expected a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_SIZE}"
-    if num_heads % num_groups or num_heads // num_groups > ATTENTION_TILE[0]:
-        return f"{num_heads} heads on {num_groups}; expected 1 … {ATTENTION_TILE[0]} for each"
+    if num_heads % num_groups or num_heads // num_groups > WIDE_TILE[0]:
+        return f"{num_heads} heads on {num_groups}; expected 1 … {WIDE_TILE[0]} for each"
     if not scale > 0 or window < 0 or softcap < 0:
         return f"scale={scale}, window={window}, softcap={softcap}; expected a positive scale and 0 or more"
     return None
 
 
-def tile_of(head_size: int) -> tuple[int, int, int, int]:
-    return ATTENTION_TILE if head_size <= 128 else WIDE_TILE
+def tile_of(head_size: int, per_group: int) -> tuple[int, int, int, int]:
+    return ATTENTION_TILE if head_size <= 128 and per_group <= ATTENTION_TILE[0] else WIDE_TILE
 
 
 def padded(head_size: int) -> int:

@@ -56,7 +56,7 @@ def in_place(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % UNIT == 0 and x.stride(0) < LIMIT and x.data_ptr() % 16 == 0
 
 
-def _words(x: Tensor) -> tuple[Tensor, int]:
+def as_words(x: Tensor) -> tuple[Tensor, int]:
     """x [..., C] as a matrix of words and its row stride in units; copied if it must be."""
     x = x.reshape(-1, x.shape[-1])
     if x.shape[0] >= LIMIT or x.shape[1] >= LIMIT:
@@ -105,7 +105,7 @@ def _quantize_tiles(
     num_rows, num_features = a.shape
     if not a.numel():
         return
-    (a_words, a_units), (b_words, b_units) = _words(a), _words(b)
+    (a_words, a_units), (b_words, b_units) = as_words(a), as_words(b)
     height = GROUP if tokens else tile.tokens
     edges = _edges(num_rows, num_features, height)
     programs = num_blocks(num_rows, height) * num_blocks(num_features, GROUP)
@@ -183,7 +183,7 @@ def silu_mul_backward_quantize(
     num_rows, num_features = inputs[0].shape
     d_gate, d_up = (_empty_codes(inputs[0], True, True) for _ in range(2))
     if inputs[0].numel():
-        (words, units), edges = zip(*map(_words, inputs), strict=True), _edges(num_rows, num_features)
+        (words, units), edges = zip(*map(as_words, inputs), strict=True), _edges(num_rows, num_features)
         tiles = num_blocks(num_rows, GROUP) * num_blocks(num_features, GROUP)
         launch(silu_mul_backward_kernel, (tiles * (1 + tile.split),),
             *words, *_stored(d_gate, edges["WHOLE"]), *_stored(d_up, edges["WHOLE"]), num_rows, num_features // UNIT,
@@ -199,7 +199,7 @@ def inverse_rms(x: Tensor, eps: float, own_mean: bool, *, native: bool = True) -
     num_rows, num_features = flat.shape
     r = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if flat.numel():
-        (words, units), cut = _words(flat), pieces(num_features)
+        (words, units), cut = as_words(flat), pieces(num_features)
         height = 1 << max(2, min(5, (4096 // sum(cut)).bit_length() - 1))  # a few rows keep a program busy
         edges = _edges(num_rows, num_features, height, sum(cut))
         launch(inverse_rms_kernel, (num_blocks(num_rows, height),),
@@ -244,8 +244,8 @@ def rms_norm_quantize(
         return (sums, r, *out)
     cut = pieces(num_features)
     tile = tile or _rows_tile(sum(cut))
-    (x_words, x_units), (weight_words, _) = _words(flat), _words(weight)
-    other, other_units = (x_words, x_units) if residual is None else _words(residual)
+    (x_words, x_units), (weight_words, _) = as_words(flat), as_words(weight)
+    other, other_units = (x_words, x_units) if residual is None else as_words(residual)
     total = x_words if residual is None else sums.view(torch.int32)
     shape, units = (num_rows, num_features // UNIT), (x_units, other_units)
     edges = _edges(num_rows, num_features, tile.tokens, sum(cut))

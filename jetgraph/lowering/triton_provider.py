@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, Quantizer, missing_hopper, self_test
+from jetgraph.lowering import reference
+from jetgraph.lowering.provider import (
+    FPROP,
+    NO_TRITON,
+    WGRAD,
+    Finding,
+    Gemm,
+    Quantizer,
+    failed,
+    missing_hopper,
+    self_test,
+    triton_version,
+)
 from jetgraph.lowering.triton_fused_provider import GROUP, TEST_CASES, exercises, same_bits
 from jetgraph.precision import E4M3_MAX, F32_TINY
 
@@ -27,18 +37,43 @@ class TritonKernels:
     )
 
     def probe(self, device: torch.device) -> Finding:
-        if importlib.util.find_spec("triton") is None:
-            return Finding(self.name, False, "triton is not installed; install jetgraph[gpu]")
-        versions = (("triton", version("triton")),)
+        triton = triton_version()
+        if triton is None:
+            return Finding(self.name, False, NO_TRITON)
+        versions = (("triton", triton),)
         missing = missing_hopper(device, least=(8, 9))
         if missing:
             return Finding(self.name, False, missing, versions)
         cases = (FPROP, replace(FPROP, bias=True), WGRAD)
         finding = self_test(self.name, self.fp8_gemm, cases, device, versions)
+        wrong = self._wrong_quantiser(device) if finding.ok else ""
+        if wrong:
+            return replace(finding, ok=False, reason=wrong)
         if not finding.ok:
             return finding
         missing = words_refusal(device)
         return replace(finding, reason=f"{finding.reason}; not the faster quantiser: {missing}") if missing else finding
+
+    def _wrong_quantiser(self, device: torch.device) -> str:
+        """Which quantiser gives other bytes than the definition, in one sentence; "" if none does."""
+        for shape, rule in TEST_CASES:
+            x = exercises(*shape, rule, device)[0][1][0]
+            codes, scale = reference.quantize(x, 1, GROUP, *rule)
+            again = codes, scale, GROUP, GROUP, *rule
+            values = reference.dequantize(codes, scale, 1, GROUP)
+            try:
+                pairs = {
+                    "rows": (self.quantize(x, 1, GROUP, *rule), (codes, scale)),
+                    "blocks": (self.quantize(x, GROUP, GROUP, *rule), reference.quantize(x, GROUP, GROUP, *rule)),
+                    "tokens": (self.quantize_tokens(x, GROUP, *rule), reference.quantize_tokens(x, GROUP, *rule)),
+                    "codes": (self.requantize_tokens(*again), reference.quantize_tokens(values, GROUP, *rule)),
+                }
+            except Exception as error:  # whatever a compiler throws at its first use is a refusal
+                return f"its quantiser {failed(error)}"
+            for of, (got, want) in pairs.items():
+                if not all(map(same_bits, got, want)):
+                    return f"its quantiser of {of} differs in bits from the definition, of {list(shape)} by {rule}"
+        return ""
 
     def refuses(self, request: Gemm | Quantizer) -> str | None:
         if isinstance(request, Gemm):

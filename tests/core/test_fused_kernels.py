@@ -151,6 +151,25 @@ def test_only_one_angle_a_token_asks_for_a_kernel(cos, sin, dtype, asked, monkey
     assert torch.equal(out, fused_reference.rms_norm_rotary(*arguments)[0])
 
 
+@pytest.mark.parametrize("size", [64, 1])
+def test_only_one_weight_a_feature_asks_for_a_kernel(size, monkeypatch):
+    """A norm may have one factor for all: the kernels would read past it."""
+    requests = []
+
+    def choose(request, device):
+        requests.append(request.kernel)
+        return registry.PROVIDERS["reference"]
+
+    monkeypatch.setattr(registry, "choose", choose)
+    x, weight, angles = torch.randn(2, 5, 3, 64).bfloat16(), torch.randn(size).bfloat16(), torch.randn(2, 5, 64)
+    heads = x, weight, 1e-6, True, angles.bfloat16(), angles.bfloat16()
+    rows = x, x, weight, 1e-6, True, True, 128, *JET
+    for kernel, arguments in (("rms_norm_rotary", heads), ("rms_norm_quantize", rows)):
+        got = getattr(cuda_fused, kernel)(*arguments)
+        assert all(map(torch.equal, got[:2], getattr(fused_reference, kernel)(*arguments)[:2]))
+    assert requests == ["rms_norm_rotary", "rms_norm_quantize"] * (size == 64)
+
+
 # ------------------------------------------------------------------------------------------------ kernels, no GPU
 
 

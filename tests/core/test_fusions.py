@@ -292,6 +292,30 @@ def test_what_is_left_alone(function):
     assert text(module) == before
 
 
+def _times_its_length(x):
+    return ops.quantize(x * x.shape[0], 1, 128, *JET)
+
+
+def _silu_times_its_length(x):
+    return ops.quantize(F.silu(x) * x.shape[0], 1, 128, *JET)
+
+
+def _length_added(x):
+    wide = (x + x.shape[0]).to(torch.float32)
+    y = x[0] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
+    return ops.quantize(y, 1, 128, *JET)
+
+
+@pytest.mark.parametrize("function", [_times_its_length, _silu_times_its_length, _length_added])
+def test_a_size_is_no_operand_of_a_fusion(function):
+    """A length that may change is a node of the graph too."""
+    module = make_fx(function, tracing_mode="symbolic")(numbers(7, 192))
+    mark_forward(module.graph)
+    assert not {f.operator for f in fusing.fuse(module)} & {"jetgraph::silu_mul_quantize", "jetgraph::rms_norm_rotary"}
+    x = numbers(9, 192, seed=1)
+    assert all(map(torch.equal, run(module, (x,)), bits(function(x))))
+
+
 def _gemma(x, r, w):
     """(1 + w) in FP32 before the rounding: another norm."""
     wide = (x + r).to(torch.float32)
@@ -326,7 +350,26 @@ def _wide_angles(h, cos, sin):
     return rotary(h, cos.float(), sin.float())
 
 
-@pytest.mark.parametrize("function", [_turned_the_other_way, _pairs_of_neighbours, _wide_angles])
+def _every_second_number(h, cos, sin):
+    t, (c, s) = h.transpose(1, 2), (a.unsqueeze(1) for a in (cos, sin))
+    return t * c + torch.cat((-t[..., 1::2], t[..., ::2]), -1) * s
+
+
+def _slices_without_an_end(h, cos, sin):
+    t, (c, s), cut = h.transpose(1, 2), (a.unsqueeze(1) for a in (cos, sin)), torch.ops.aten.slice
+    return t * c + torch.cat((-cut(t, 3, 32), cut(t, 3, 0, 32)), -1) * s
+
+
+def _one_angle_for_all(h, cos, sin):
+    t, (c, s) = h.transpose(1, 2), (a[0, :1].unsqueeze(1) for a in (cos, sin))
+    return t * c + torch.cat((-t[..., 32:], t[..., :32]), -1) * s
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_turned_the_other_way, _pairs_of_neighbours, _wide_angles, _every_second_number, _slices_without_an_end,
+     _one_angle_for_all],
+)  # fmt: skip
 def test_other_rotations_are_left_alone(function):
     module = traced(function, *CASES["rotary"][1])
     assert fusing.fuse_rotary(module) == []
@@ -342,6 +385,25 @@ def test_a_rotation_whose_norm_is_read_elsewhere_keeps_the_norm():
     (fusion,) = fusing.fuse_rotary(module)
     assert fusion.refusal == ""
     assert all(map(torch.equal, run(module, inputs), bits(function(*inputs))))
+
+
+def _in_an_engine(x, w, table, positions):
+    """All tokens in a row, x part of wider rows, angles looked up behind the norm."""
+    heads = x[:, 64:].view(-1, 3, 64)
+    h = (w * (heads.float() * ops.inverse_rms(heads, 1e-6, False)).to(torch.bfloat16)).view(-1, 192)
+    cos, sin = table[positions].unsqueeze(0).split(64, -1)
+    return rotary(h.view(1, -1, 3, 64), cos, sin)
+
+
+def test_tokens_in_a_row_and_angles_made_late_are_one_call():
+    inputs = numbers(7, 256), numbers(64, seed=1), numbers(9, 128, seed=2), torch.tensor([3, 1, 4, 1, 5, 8, 2])
+    module = traced(_in_an_engine, *inputs)
+    (fusion,) = fusing.fuse_rotary(module)
+    assert fusion.refusal == ""
+    left = {str(n.target) for n in module.graph.nodes}
+    assert "jetgraph.rms_norm_rotary.default" in left
+    assert not left & {"jetgraph.inverse_rms.default", "aten.mul.Tensor"}
+    assert all(map(torch.equal, run(module, inputs), bits(_in_an_engine(*inputs))))
 
 
 @pytest.mark.parametrize("function", [_gemma, _sum_not_mean, _weight_made_late])

@@ -207,6 +207,20 @@ def test_autograd_hands_over_transposed_and_expanded_gradients(name):  # [A1]
     assert torch.equal(w.grad, expected["wgrad"])
 
 
+def test_a_gradient_that_is_differentiated_again_is_an_error():
+    """Codes have no derivative: the second gradient would be of other numbers."""
+    x, w = random(17, 192, seed=1).requires_grad_(), (random(256, 192, seed=2) * 0.05).requires_grad_()
+    q, k, v = (random(2, 5 * 64, seed=s).view(1, 2, 5, 64).requires_grad_() for s in (1, 2, 3))
+    for of, inputs, name in (
+        (ops.linear(x, w, None, str(JET)), x, "linear_dgrad"),
+        (ops.linear(x, w, None, str(JET)), w, "linear_wgrad"),
+        (ops.attention(q, k, v, 0.125)[0], q, "attention_backward"),
+    ):
+        (gradient,) = torch.autograd.grad(of.float().square().sum(), inputs, create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"jetgraph::{name} has no gradient"):
+            gradient.float().square().sum().backward()
+
+
 # ---------------------------------------------------------------------------------------------------- whole-axis groups
 
 

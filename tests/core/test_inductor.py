@@ -72,6 +72,26 @@ def test_inductors_cache_on_disk_holds_for_the_same_sources_of_our_operators_alo
     assert [hits(), hits()] == [0, 1]
 
 
+def test_a_gradient_of_fixed_sizes_is_generated_too():
+    """Of a single token no size is a symbol; the gradient of a slice then begins with a constant of zeros."""
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    grad = numbers(1, 1, 32)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(grad, static_shapes=True)
+
+    def gradient(x):
+        return (torch.ops.aten.slice_backward(x, [1, 1, 64], 2, 32, 64, 1),)
+
+    with tracing(TracingContext(mode)):
+        graph = traced(gradient, fake)
+        execution = Execution(graph, [fake], "backward", "inductor")
+    assert execution.by == "inductor"
+    assert same_bits(execution.run([grad])[0], torch.nn.functional.pad(grad, (32, 0)))
+
+
 @pytest.mark.parametrize(
     "function", [lambda x: (x.float().mean(-1, keepdim=True),), lambda x: (x.exp(),), lambda x: (x / 3.0,)]
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pwd
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from jetgraph.lowering import probe_cache
-from jetgraph.lowering.provider import Finding
+from jetgraph.lowering.provider import UNKNOWN_VERSION, Finding
 
 DEVICE = torch.device("cuda", 0)
 
@@ -32,7 +33,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(probe_cache, "version", lambda name: "3.6.0")
+    monkeypatch.setattr(probe_cache, "triton_version", lambda: "3.6.0")
     monkeypatch.setenv("JETGRAPH_CACHE", str(tmp_path))
     return tmp_path
 
@@ -53,16 +54,16 @@ def test_a_refusal_is_never_recalled(hopper):
     assert len(refused.tests) == 2
 
 
-@pytest.mark.parametrize("what", ["gpu", "torch", "triton", "sources", "provider"])
+@pytest.mark.parametrize("what", ["device", "torch", "triton", "sources", "provider"])
 def test_whatever_decides_bits_makes_it_test_again(hopper, monkeypatch, what):
     probe_cache.probe(Slow(), DEVICE)
     changed = Slow("triton_fused" if what == "provider" else "triton_exact")
-    if what == "gpu":
+    if what == "device":  # "gpu" would be taken for the marker
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     elif what == "torch":
         monkeypatch.setattr(torch, "__version__", "2.12.0")
     elif what == "triton":
-        monkeypatch.setattr(probe_cache, "version", lambda name: "3.7.0")
+        monkeypatch.setattr(probe_cache, "triton_version", lambda: "3.7.0")
     elif what == "sources":
         monkeypatch.setattr(probe_cache, "sources", lambda: "other")
     probe_cache.probe(changed, DEVICE)
@@ -82,3 +83,26 @@ def test_a_damaged_file_and_a_folder_that_cannot_be_written_cost_one_test(hopper
     monkeypatch.setenv("JETGRAPH_CACHE", "")
     assert probe_cache.probe(blocked, DEVICE).ok
     assert len(blocked.tests) == 2
+
+
+def test_without_a_home_nothing_is_kept(hopper, monkeypatch):
+    """A container's user may have none; a folder that was named needs none."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    named, homeless = Slow(), Slow()
+    for _ in range(2):
+        assert probe_cache.probe(named, DEVICE).ok
+    assert len(named.tests) == 1
+    monkeypatch.delenv("JETGRAPH_CACHE")
+    for _ in range(2):
+        assert probe_cache.probe(homeless, DEVICE).ok
+    assert len(homeless.tests) == 2
+
+
+@pytest.mark.parametrize("version", [None, UNKNOWN_VERSION])
+def test_a_triton_of_unknown_version_is_tested_each_time(hopper, monkeypatch, version):
+    monkeypatch.setattr(probe_cache, "triton_version", lambda: version)
+    tested = Slow()
+    for _ in range(2):
+        assert probe_cache.probe(tested, DEVICE).ok
+    assert len(tested.tests) == 2

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ import torch
 import jetgraph
 from jetgraph.lowering import cublaslt, deep_gemm, provider, reference, registry
 from jetgraph.lowering.kernels import Kernels
-from jetgraph.lowering.provider import FPROP, WGRAD, Finding, Gemm, ProviderError, Quantizer
+from jetgraph.lowering.provider import Finding, Gemm, ProviderError, Quantizer
 from tests.core.small_models import one_step, random_ids, random_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -108,93 +110,51 @@ def test_an_nvcc_that_crashes_is_a_refusal(hopper, toolchain, tmp_path):  # [C1]
     assert "--version failed with CalledProcessError" in deep_gemm.DeepGemm().probe(CUDA).reason
 
 
-# -------------------------------------------------------------------------------------------- self-test: the values
+@pytest.mark.parametrize("error", [RuntimeError("no ninja\nsecond line"), AttributeError("get_device"), OSError("so")])
+def test_a_deep_gemm_that_does_not_load_is_a_refusal(monkeypatch, hopper, toolchain, error):  # [C1, C3]
+    def load(name):
+        raise error
 
-
-def test_the_exact_product_is_the_product():
-    """In float64 from dequantised codes: other code than the integers of `exact_product`."""
-    for case in (FPROP, dataclasses.replace(FPROP, bias=True), WGRAD):
-        a, a_scale, b, b_scale, bias = provider.exact_operands(case)
-        left = reference.dequantize(a, a_scale, 1, 128).double()
-        right = reference.dequantize(b, b_scale, case.b_rows, 128).double()
-        expected = left @ right.t() + (0 if bias is None else bias.double())
-        assert torch.equal(provider.exact_product(case), expected.float().to(torch.bfloat16))
-    assert provider.checksum(provider.exact_product(FPROP)) == provider.EXPECTED_SELF_TEST
-
-
-def test_the_reference_passes_and_prints_its_value():  # [C4]
-    finding = registry.PROVIDERS["reference"].probe(CPU)
-    assert finding.ok
-    assert finding.self_test_value == provider.EXPECTED_SELF_TEST
-    assert "self-test 863.4150 (expected 863.4150)" in str(finding)
-    assert f"torch {torch.__version__}" in str(finding)
-    assert provider.rows_are_independent(registry.PROVIDERS["reference"].fp8_gemm, CPU, (1, 63), (16, 512))
-
-
-@pytest.mark.parametrize("pow2", [False, True])
-def test_the_reference_is_loud_about_what_is_not_finite(pow2):  # [N5, Q6]
-    """Rounding a NaN scale up to a power of two must not make it 1, and the inf 448."""
-    x = torch.ones(3, 128)
-    x[0, 5], x[1, 6] = float("nan"), float("inf")
-    codes, scales = reference.quantize(x, 1, 128, 448.0, 1e-12, "div", pow2)
-    assert scales.isnan().flatten().tolist() == [True, True, False]
-    assert codes.float().isnan().all(1).tolist() == [True, True, False]
-
-
-def _gemm(change):
-    """A provider's fp8_gemm with one mistake of layout."""
-
-    def fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group):
-        a, a_scale, b, b_scale = change(a, a_scale, b, b_scale)
-        return registry.Reference().fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group)
-
-    return fp8_gemm
-
-
-def _read_unpadded(scale):
-    """What a library reads that expects rows of K/128 rounded up to 4 and is given the plain grid."""
-    rows, groups = scale.shape
-    padded = torch.zeros(rows * (groups + -groups % 4))
-    padded[: scale.numel()] = scale.flatten()
-    return padded.view(rows, -1)[:, :groups].contiguous()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda a, sa, b, sb: (a, sa, b, _read_unpadded(sb)),  # [K5] an unpadded scale: finite, wrong, no error
-        lambda a, sa, b, sb: (a, sa.t().contiguous().view(sa.shape), b, sb),
-        lambda a, sa, b, sb: (a, sa.roll(1, 0), b, sb),
-        lambda a, sa, b, sb: (a.view(torch.uint8).roll(1, 1).view(a.dtype), sa, b, sb),
-        lambda a, sa, b, sb: (a, sa * (1 + 2**-7), b, sb),
-    ],
-    ids=["unpadded", "row-major", "shifted", "off-by-one", "one-ulp"],
-)
-def test_a_wrong_layout_never_passes(change):  # [C4, K5]
-    finding = provider.self_test("wrong", _gemm(change), (FPROP, WGRAD), CPU)
+    toolchain("Cuda compilation tools, release 12.9, V12.9.1")
+    monkeypatch.setattr(deep_gemm.importlib, "import_module", load)
+    finding = deep_gemm.DeepGemm().probe(CUDA)
     assert not finding.ok
-    assert re.search(r"of 6,720 values of the self-test are wrong", finding.reason)
+    first_line = str(error).splitlines()[0]
+    assert finding.reason == f"import deep_gemm failed with {type(error).__name__}: {first_line}"
 
 
-def test_a_library_that_raises_is_a_refusal_of_one_line():
-    def fp8_gemm(*arguments):
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nsecond line")
+def test_a_triton_that_another_package_brought(monkeypatch):
+    """torch's nightly builds bring it in one of another name: no traceback, even where nothing would run it."""
+    installed = {"pytorch-triton": "3.9.0+git"}
 
-    finding = provider.self_test("broken", fp8_gemm, (FPROP,), CPU)
-    assert not finding.ok
-    assert finding.reason.endswith("failed with RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+    def version(name):
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(provider, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert provider.triton_version() == "3.9.0+git"
+    installed.clear()
+    for name in ("triton", "triton_fused", "triton_exact"):
+        assert str(registry.PROVIDERS[name].probe(CPU)).endswith("this one is cpu; triton of unknown version")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("triton", "triton_fused", "triton_exact"):
+        assert registry.PROVIDERS[name].probe(CPU).reason == "triton is not installed; install jetgraph[gpu]"
 
 
-def test_a_kernel_chosen_by_the_number_of_rows_is_found():  # [K12, N15]
-    """Split K for few rows: the same sum in another order."""
+@pytest.mark.parametrize("kernel", ["right", "wrong", "broken"])
+def test_codes_are_transposed_by_a_kernel_that_was_seen_to_do_so(monkeypatch, kernel):
+    def transpose_codes(codes):
+        if kernel == "broken":
+            raise RuntimeError("Failed to find C compiler")
+        return (codes if kernel == "right" else codes.roll(1, 0)).t().contiguous()
 
-    def fp8_gemm(a, a_scale, b, b_scale, bias, b_rows, group):
-        values = [reference.dequantize(a, a_scale, 1, 128), reference.dequantize(b, b_scale, b_rows, 128)]
-        half = a.shape[1] // 2 if a.shape[0] < 64 else a.shape[1]
-        parts = [(values[0][:, s] @ values[1][:, s].t()) for s in (slice(half), slice(half, None))]
-        return (parts[0] + parts[1]).to(torch.bfloat16)
-
-    assert not provider.rows_are_independent(fp8_gemm, CPU, (1, 63), (64, 4096))
+    triton_transpose = pytest.importorskip("jetgraph.lowering.triton_transpose", reason="needs triton")
+    monkeypatch.setattr(triton_transpose, "transpose_codes", transpose_codes)
+    cublaslt.transposes.cache_clear()
+    assert cublaslt.transposes(CPU) is (kernel == "right")
+    cublaslt.transposes.cache_clear()
 
 
 # -------------------------------------------------------------------------------------------------------- the choice
@@ -238,6 +198,14 @@ def test_what_is_refused_is_not_chosen(probes):  # [C1]
     probes["deep_gemm"] = Finding("deep_gemm", False, "nvcc 12.1 is too old")
     assert registry.choose(Gemm(4096, 4096), CUDA).name == "triton"
     assert registry.refusal("deep_gemm", Gemm(4096, 4096), CUDA) == "nvcc 12.1 is too old"
+
+
+def test_where_nobody_can_everybody_says_why(probes):
+    for name in probes:
+        probes[name] = Finding(name, False, f"{name} is broken")
+    message = r"^no provider runs FPROP GEMM N=4096 .* on cuda:0: deep_gemm: deep_gemm is broken; triton: .* is broken$"
+    with pytest.raises(ProviderError, match=message):
+        registry.choose(Gemm(4096, 4096), CUDA)
 
 
 def test_quantisers(probes):

@@ -145,9 +145,11 @@ def test_norms_of_several_blocks_of_tokens(tile):
 
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 @pytest.mark.parametrize("batched", [False, True])
-def test_rotation_of_heads(size, batched):
-    """2 x 13 tokens of 3 heads are 78 rows, more than two programs, the last one ragged."""
-    x, weight = numbers(2, 13, 3, size), numbers(size, seed=1)
+@pytest.mark.parametrize("wider", [0, 40, 3])
+def test_rotation_of_heads(size, batched, wider):
+    """2 x 13 tokens of 3 heads are 78 rows, more than two programs, the last one ragged; alone or in wider rows."""
+    row = numbers(2, 13, 3 * size + wider)
+    x, weight = row[..., wider:].unflatten(-1, (3, size)), numbers(size, seed=1)
     cos, sin = (numbers(2 if batched else 1, 13, size, seed=s) for s in (2, 3))
 
     def turned(h: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ def test_rotation_of_heads(size, batch, length, heads):  # [A1, K14]
     for angles in (1, batch):
         cos, sin = (numbers(angles, length, size, seed=s) for s in (2, 3))
         views = torch.stack((x, x), -1)[..., 0]
-        for given in (x, views):
+        part = torch.cat((x, x[:, :, :1]), 2)[:, :, :heads]  # of wider rows, read where it lies
+        for given in (x, views, part):
             for w in (weight, None):
                 arguments = given, w, 1e-6, True, cos, sin
                 assert_same(triton_rotary.rms_norm_rotary(*arguments), fused_reference.rms_norm_rotary(*arguments))

@@ -15,6 +15,7 @@ from torch import Tensor
 import jetgraph.lowering.cuda_ops  # noqa: F401  (registers the kernels)
 from jetgraph.lowering import registry
 from jetgraph.lowering.provider import EXPECTED_SELF_TEST, Gemm
+from tests.gpu.served import provider_or_skip
 
 DEVICE = torch.device("cuda:0")
 E4M3 = torch.float8_e4m3fn
@@ -35,10 +36,7 @@ group; the reference is exact within one."""
 
 @pytest.fixture(params=[name for name, found in registry.PROVIDERS.items() if "fp8_gemm" in found.kernels])
 def provider(request):
-    finding = registry.probe(request.param, DEVICE)
-    if not finding.ok:
-        pytest.skip(f"{request.param} is refused here: {finding.reason}")
-    return registry.PROVIDERS[request.param]
+    return provider_or_skip(request.param, DEVICE)
 
 
 def codes(rows: int, cols: int, seed: int, positive: bool = False) -> Tensor:

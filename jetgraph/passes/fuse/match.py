@@ -6,6 +6,7 @@ import operator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 import jetgraph.lowering.fused_ops  # noqa: F401  (the operators that fusions put into graphs)
@@ -64,6 +65,10 @@ def forward_readers(node: Node) -> list[Node]:
     return [n for n in readers(node) if n.op == "output" or is_forward(n)]
 
 
+def is_tensor(node: object) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+
+
 def is_call(node: object, target: object) -> bool:
     return isinstance(node, Node) and node.target is target
 
@@ -74,8 +79,8 @@ def is_rounding(node: object) -> bool:
 
 
 def either_order(node: Node) -> list[tuple[Node, Node]]:
-    """The operands of a commutative call, both ways; nothing if one is a number."""
-    if len(node.args) != 2 or node.kwargs or not all(isinstance(a, Node) for a in node.args):
+    """The operands of a commutative call, both ways; nothing if one is a number or a size."""
+    if len(node.args) != 2 or node.kwargs or not all(map(is_tensor, node.args)):
         return []
     a, b = node.args
     return [(a, b), (b, a)]  # type: ignore[list-item]

@@ -19,6 +19,8 @@ from jetgraph.passes.fuse.match import aten, either_order, first_of, is_call, is
 from jetgraph.passes.linears import module_of
 
 OPERATOR = "jetgraph::rms_norm_rotary"
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default)
+"""What leaves numbers in their order."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,16 @@ def _is_turned(joined: Node, t: Node) -> bool:
     size = t.meta["val"].shape[-1]
     if not isinstance(size, int) or size % 2:
         return False
-    (of, axis, start, stop), (of_first, axis_first, *bounds) = second.args, first.args
-    whole = of is of_first is t and axis == axis_first == 3
-    return whole and start == size // 2 and stop >= size and tuple(bounds) == (0, size // 2)
+    if len(second.args) != 4 or first.args != (t, 3, 0, size // 2):
+        return False  # every second number, say
+    of, axis, start, stop = second.args
+    return of is t and axis == 3 and start == size // 2 and stop >= size  # type: ignore[operator]
 
 
 def _is_angle(node: Node) -> bool:
     """Whether ``node`` is [1 or B, S, D] in BF16, the same for all heads."""
-    return is_call(node, aten.unsqueeze.default) and node.args[1] == 1 and _is_bf16(node)
+    is_wider = is_call(node, aten.unsqueeze.default) and node.args[1] == 1 and node.meta["val"].ndim == 4
+    return is_wider and _is_bf16(node)
 
 
 def _is_bf16(*nodes: Node) -> bool:
@@ -90,11 +94,17 @@ def _is_bf16(*nodes: Node) -> bool:
 
 
 def _norm_of(heads: Node) -> Norm | None:
-    """The norm that ``heads`` are the result of."""
-    for weight, normed in either_order(heads) if is_call(heads, aten.mul.Tensor) else []:
-        if weight.meta["val"].ndim != 1 or not is_rounding(normed) or not is_call(normed.args[0], aten.mul.Tensor):
+    """The norm that ``heads`` [B, S, H, D] are the result of, or as [S, H, D]: an engine has its tokens in a row."""
+    normed = heads
+    while normed.target in RESHAPES:
+        normed = normed.args[0]  # type: ignore[assignment]
+    shape = tuple(heads.meta["val"].shape)
+    if tuple(normed.meta["val"].shape) not in (shape, shape[1:] if shape[0] == 1 else shape):
+        return None
+    for weight, rounded in either_order(normed) if is_call(normed, aten.mul.Tensor) else []:
+        if weight.meta["val"].ndim != 1 or not is_rounding(rounded) or not is_call(rounded.args[0], aten.mul.Tensor):
             continue
-        for wide, r in either_order(normed.args[0]):  # type: ignore[arg-type]
+        for wide, r in either_order(rounded.args[0]):  # type: ignore[arg-type]
             if is_call(r, ops.inverse_rms.default) and is_call(wide, aten._to_copy.default):
                 x = wide.args[0]
                 if r.args[0] is x and _is_bf16(x, weight):  # type: ignore[arg-type]
@@ -103,19 +113,25 @@ def _norm_of(heads: Node) -> Norm | None:
 
 
 def _fuse(graph: Graph, rotation: Rotation) -> Fusion:
-    y, norm = rotation.y, _norm_of(rotation.heads)
-    x, weight, eps, own_mean, place = rotation.heads, None, 0.0, True, y
-    if norm is not None and all(first_of(graph, [n, norm.r]) is n for n in (norm.weight, rotation.cos, rotation.sin)):
-        x, weight, place, (_, eps, own_mean) = norm.x, norm.weight, norm.r, norm.r.args  # type: ignore[assignment]
-    with graph.inserting_before(place):  # what reads r stands after r
-        arguments = (x, weight, eps, own_mean, rotation.cos, rotation.sin)
-        fused = edit.call(graph, ops.rms_norm_rotary.default, arguments, y, True)
+    y, heads, norm = rotation.y, rotation.heads, _norm_of(rotation.heads)
+    place, others = y, [rotation.cos, rotation.sin]
+    if norm is not None and all(first_of(graph, [n, norm.r]) is n for n in (norm.weight, *others)):
+        place = norm.r  # what else reads r, as backward does, can read it of the call
+    x, weight, eps, own_mean, leaf = heads, None, 0.0, True, heads
+    with graph.inserting_before(place):
+        if norm is not None:
+            (x, eps, own_mean), weight, leaf = norm.r.args, norm.weight, norm.x  # type: ignore[assignment]
+            if x.meta["val"].ndim == 3:
+                x = edit.call(graph, aten.unsqueeze.default, (x, 0), y, True)
+        fused = edit.call(graph, ops.rms_norm_rotary.default, (x, weight, eps, own_mean, *others), y, True)
     out, r = edit.results(graph, fused, 2)
-    pairs = [] if weight is None else [(norm.r, r)]  # type: ignore[union-attr]
     with graph.inserting_before(y):
-        turned = edit.call(graph, aten.transpose.int, (out, 1, 2), y, True)
-    pairs.append((y, turned))
-    leaves = [n for n in (x, weight, rotation.cos, rotation.sin) if n is not None]
+        pairs = [(y, edit.call(graph, aten.transpose.int, (out, 1, 2), y, True))]
+    if place is not y:
+        with graph.inserting_after(r):
+            old = norm.r  # type: ignore[union-attr]
+            pairs.append((old, r if x is leaf else edit.call(graph, aten.squeeze.dim, (r, 0), old, True)))
+    leaves = [n for n in (leaf, weight, *others) if n is not None]
     refusal = disagreement([old for old, _ in pairs], [new for _, new in pairs], leaves)
     if not refusal:
         for old, new in pairs:
