@@ -6,6 +6,7 @@ tokens; a time is the median of the provider's whole call, copies of scales incl
 Bar: the chosen provider is within 3 % of the fastest that the registry may choose.  In FPROP that excludes providers
 whose rows depend on each other, and the choice may not depend on the number of tokens: a token decoded alone must have
 the bits that it has in a batch.  Besides: linears that share an input as one GEMM over the same as several.
+``--sweep``: whether other tiles of our kernel beat the libraries in WGRAD.
 
 Exit status 1 if a figure misses its bar.
 """
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +43,8 @@ TOKENS = {"FPROP": (1, 64, 1024, 8192, 32768), "DGRAD": (64, 1024, 8192, 32768),
 TOGETHER = (64, 8192)
 ROLES = ("FPROP", "DGRAD", "WGRAD")
 WITHIN = 0.97
+WGRAD_TILES = ((64, 128, 4, 3), (64, 256, 8, 3), (128, 128, 8, 3))
+"""Tiles that a Hopper's registers hold (compiled without spills); larger ones, which the L2 would want, do not fit."""
 PROCESSES = 12
 
 
@@ -158,6 +162,21 @@ def together(model: str, tokens: int, repeats: int) -> list[Row]:
     return rows
 
 
+def sweep_wgrad(repeats: int) -> list[Row]:
+    """Our Triton kernel with other tiles beside the libraries: WGRAD of Qwen3-8B, 8,192 tokens."""
+    from jetgraph.lowering import triton_gemm
+
+    tokens, rows = 8192, []
+    for name, (n, k) in linears(MODELS["8B"]).items():
+        operands = *quantized(n, tokens, 1), *quantized(k, tokens, 1), None, 1, 128
+        calls = {p: partial(registry.PROVIDERS[p].fp8_gemm, *operands) for p in available(Gemm(k, 0, 1))}
+        calls |= {f"triton {tile}": partial(triton_gemm.fp8_gemm, *operands, tile=tile) for tile in WGRAD_TILES}
+        times = interleaved(calls, registry.this_device(), 2, repeats)
+        operations = 2 * n * k * tokens / 1e9
+        rows += [Row.fact(f"WGRAD 8B {name}, {call}", operations / t, "TFLOP/s") for call, t in times.items()]
+    return rows
+
+
 def compile_all(every: list[Case], say: Callable[[str], None]) -> None:
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         parts = [every[i :: 4 * PROCESSES] for i in range(4 * PROCESSES)]
@@ -170,8 +189,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="all by default")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--sweep", action="store_true", help="only WGRAD, by our Triton kernel with other tiles too")
     parser.add_argument("--only-together", action="store_true", help="only one GEMM against several")
     options = parser.parse_args()
+    if options.sweep:
+        return report(sweep_wgrad(options.repeats), options.json, device_name())
     models, start = options.model or list(MODELS), time.perf_counter()
 
     def say(text: str) -> None:

@@ -34,7 +34,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D], cos and sin [T, 1, R], R ≤ D: x·cos + rotate_half(x)·sin on the first R features, each rounded."""
+    """x [..., D], cos and sin broadcast to [..., R], R ≤ D: x·cos + rotate_half(x)·sin on those, each rounded."""
     rotary_size = cos.shape[-1]
     if rotary_size == x.shape[-1]:
         return x * cos + rotate_half(x) * sin

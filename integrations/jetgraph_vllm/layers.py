@@ -75,13 +75,14 @@ class ExactRotaryEmbedding(_OnlyInExactModels, RotaryEmbedding):
             raise ValueError("interleaved rotary embedding: ops exact has no formula for it")
         rows = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
         half = self.rotary_dim // 2
-        cos, sin = rows[..., :half], rows[..., half:]
-        cos, sin = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((sin, sin), -1).unsqueeze(1)
+        cos, sin = (torch.cat((part, part), -1) for part in (rows[..., :half], rows[..., half:]))
         return self._turn(query, cos, sin), None if key is None else self._turn(key, cos, sin)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = x.view(cos.shape[0], -1, self.head_size)
-        return rotate(heads, cos, sin).reshape(x.shape)
+        """cos and sin [T, R].  Written as transformers does for one sequence: the trainer's fusion looks for that."""
+        heads = x.view(1, x.shape[0], -1, self.head_size).transpose(1, 2)
+        cos, sin = (angle.unsqueeze(0).unsqueeze(1) for angle in (cos, sin))
+        return rotate(heads, cos, sin).transpose(1, 2).reshape(x.shape)
 
 
 # -------------------------------------------------------------------------------------------------- registration

@@ -4,10 +4,10 @@
     run.executed_by                               # "fx", "inductor-exact": what a captured graph says of itself
 
 Between two attentions lie GEMMs and what is computed for them.  The trainer's own passes put a norm and its quantiser,
-an activation and its quantiser into one kernel, each checked when it is applied (`jetgraph.passes.fuse`); Inductor
-makes kernels of the rest, whose results are compared with the operators' bit for bit when a piece first runs and at
-every capture (`jetgraph.codegen`).  Attention and the write to its cache run as they are.  Equal layers share one
-executable.
+heads' norm and rotary embedding, an activation and its quantiser into one kernel, each checked when it is applied
+(`jetgraph.passes.fuse`); Inductor makes kernels of the rest, whose results are compared with the operators' bit for bit
+when a piece first runs and at every capture (`jetgraph.codegen`).  Attention and the write to its cache run as they
+are.  Equal layers share one executable.
 
 A call reads nothing back to the host once every piece has run, so it can be captured in a CUDA graph.
 """
@@ -23,17 +23,19 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.compile_utils import fx_graph_cse
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from jetgraph.codegen import Execution
 from jetgraph.passes.edit import mark_forward
-from jetgraph.passes.fuse import Fusion, fuse_activations, fuse_inverse_rms, fuse_norms
+from jetgraph.passes.fuse import Fusion, fuse_activations, fuse_inverse_rms, fuse_norms, fuse_rotary
 
 CUTS = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
 """Operators that no piece holds: they read the step's metadata and write to memory of the engine."""
 
 
+LOOKUPS = ("flatten", "index_select", "to", operator.getitem, torch.cat)
+"""What rotary embeddings look a step's angles up with."""
 ALLOCATIONS = (torch.empty, torch.ops.aten.empty.memory_format)
 
 
@@ -94,7 +96,7 @@ class Pieces:
         graph.graph = fx_graph_cse(graph.graph)
         key = "\n".join([graph.code, *_described(graph)])
         if key not in self._executions:
-            for fuse in (fuse_norms, fuse_inverse_rms, fuse_activations):
+            for fuse in (fuse_norms, fuse_inverse_rms, fuse_rotary, fuse_activations):
                 self.fusions += fuse(graph)
             graph.graph.eliminate_dead_code()
             graph.graph.lint()
@@ -122,6 +124,7 @@ def cut(module: GraphModule) -> tuple[GraphModule, list[str]]:
     The memory that attention writes to is allocated with the attention: a piece's results must be computed by it.
     """
     graph = module.graph
+    _look_up_once(graph)
     for node in [n for n in graph.nodes if isinstance(n.meta.get("example_value"), torch.Size)]:
         _ask_where_needed(node)
     for node in [n for n in graph.nodes if _name(n) == CUTS[1]]:
@@ -144,6 +147,18 @@ def cut(module: GraphModule) -> tuple[GraphModule, list[str]]:
     split = split_module(module, None, numbers.__getitem__, keep_original_order=True)
     names = [name for name, _ in split.named_children()]
     return split, [name for name in names if int(name.removeprefix("submod_")) not in whole]
+
+
+def _look_up_once(graph: Graph) -> None:
+    """Each layer looks the same angles up; later ones take what the first one found."""
+    given, found = set(graph.find_nodes(op="placeholder")), {}
+    for node in list(graph.nodes):
+        if node.target in LOOKUPS and given.issuperset(node.all_input_nodes):
+            first = found.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            given.add(first)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def _ask_where_needed(size: Node) -> None:

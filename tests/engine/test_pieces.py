@@ -63,13 +63,17 @@ class Layer(nn.Module):
         norms = [(1 + torch.randn(n) / 8).bfloat16() for n in (WIDTH, WIDTH, SIZE)]
         self.before, self.after, self.q_norm = (nn.Parameter(w, requires_grad=False) for w in norms)
 
-    def forward(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, table: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         residual = hidden if residual is None else hidden + residual
         x = formulas.rms_norm(residual, self.before, 1e-6)
         q, k, v = self.qkv(x).split([HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE], -1)
         q = formulas.rms_norm(q.view(-1, HEADS, SIZE), self.q_norm, 1e-6).view(q.shape)
-        cos, sin = (torch.cat((t, t), -1).unsqueeze(1) for t in rows.chunk(2, -1))
-        q, k = (formulas.rotate(t.view(t.shape[0], -1, SIZE), cos, sin).reshape(t.shape) for t in (q, k))
+        rows, half = table.index_select(0, positions.flatten()).to(x.dtype), SIZE // 2
+        cos, sin = (torch.cat((t, t), -1).unsqueeze(0).unsqueeze(1) for t in (rows[..., :half], rows[..., half:]))
+        heads = (t.view(1, t.shape[0], -1, SIZE).transpose(1, 2) for t in (q, k))
+        q, k = (formulas.rotate(t, cos, sin).transpose(1, 2).reshape(t.shape[2], -1) for t in heads)
         output = torch.empty(torch.Size((q.shape[0], HEADS * SIZE)), dtype=q.dtype).view(-1, HEADS, SIZE)
         q, k, v = (t.view(-1, n, SIZE) for t, n in ((q, HEADS), (k, GROUPS), (v, GROUPS)))
         dep = torch.ops.jgtest.unified_kv_cache_update(k, v, self.name)
@@ -82,14 +86,14 @@ class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Parameter(torch.randn(50, WIDTH).bfloat16(), requires_grad=False)
-        self.table = nn.Parameter(torch.randn(99, SIZE).bfloat16(), requires_grad=False)
+        self.table = nn.Parameter(torch.randn(99, SIZE), requires_grad=False)
         self.layers = nn.ModuleList(Layer(f"layer.{i}") for i in range(LAYERS))
         self.last = nn.Parameter((1 + torch.randn(WIDTH) / 8).bfloat16(), requires_grad=False)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         hidden, residual = nn.functional.embedding(ids, self.embed), None
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, self.table.index_select(0, positions))
+            hidden, residual = layer(hidden, residual, self.table, positions)
         return formulas.rms_norm(hidden + residual, self.last, 1e-6)
 
 
@@ -150,6 +154,13 @@ def test_equal_layers_share_an_executable_and_everything_is_fused(compiled):
     assert fused.count("jetgraph::rms_norm_quantize") == 1 + 2 + 1
     assert fused.count("jetgraph::silu_mul_quantize") == 2
     assert fused.count("jetgraph::inverse_rms") == 1 + 1 + 1
+    assert fused.count("jetgraph::rms_norm_rotary") == 2 * 2  # q with its norm, and k
+
+
+def test_angles_are_looked_up_once(compiled):
+    _, _, found = compiled
+    calls = [str(n.target) for e in found["fx"]._executions.values() for n in e.graph.graph.nodes]
+    assert calls.count("aten.index_select.default") == 1
 
 
 @pytest.mark.engine
