@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
+
+HASHING = min(16, os.cpu_count() or 1)
+"""Tensors that are hashed at a time: sha256 reads about 1.5 GB/s on a core, and leaves Python to others meanwhile."""
 
 
 def tensor_digest(*tensors: Tensor) -> str:
@@ -16,6 +22,12 @@ def tensor_digest(*tensors: Tensor) -> str:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(_memory(tensor))
     return digest.hexdigest()
+
+
+def tensor_digests(tensors: Iterable[Tensor]) -> list[str]:
+    """`tensor_digest` of each tensor."""
+    with ThreadPoolExecutor(HASHING) as pool:
+        return list(pool.map(tensor_digest, tensors))
 
 
 def _memory(tensor: Tensor) -> ctypes.Array:

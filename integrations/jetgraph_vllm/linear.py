@@ -65,11 +65,15 @@ class Fp8BlockLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         check_loaded_in_pairs(self.weights, self.scales)
-        for part in self.parts:
-            pin(layer.weight.data[slice(*part.rows)], self.group)
+        self.renew(layer)
         if layer.weight.is_cuda:
             self.providers = self._choose(layer)
             self.products = tuple(self.providers)
+
+    def renew(self, layer: torch.nn.Module) -> None:
+        """What is derived from the numbers of the weight, which have changed."""
+        for part in self.parts:
+            pin(layer.weight.data[slice(*part.rows)], self.group)
 
     def _choose(self, layer: torch.nn.Module) -> dict[Part, str]:
         """What each GEMM computes, and its provider.
@@ -142,6 +146,9 @@ class RowTileLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         check_loaded(self.weights)
+        self.renew(layer)
+
+    def renew(self, layer: torch.nn.Module) -> None:
         for part in self.parts:
             pin(layer.weight.data[slice(*part.rows)])
 
@@ -159,6 +166,9 @@ class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weight as it is: vLLM's own method would pack a copy of it for oneDNN."""
+        self.renew(layer)
+
+    def renew(self, layer: torch.nn.Module) -> None:
         pin(layer.weight.data)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -71,7 +71,8 @@ class StockCapture:
         if data.get("format") != 1:
             raise StockCaptureError(f"format {data.get('format')!r}: expected 1, a file of jetgraph_vllm.stock_capture")
         if data.get("failed"):
-            raise StockCaptureError(f"{data['label']}: {', '.join(data['failed'])} could not be recorded")
+            why = "; ".join(traceback.strip().splitlines()[-1] for traceback in data["failed"].values())
+            raise StockCaptureError(f"{data['label']}: {', '.join(data['failed'])} could not be recorded ({why})")
         if data.get("body"):
             ops, described = _ops(data["body"]["ops"]), data["body"]["inputs"]
         else:

@@ -20,6 +20,7 @@ is needed.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +38,9 @@ def attach(llm: Any, *, version: int = 0, staging: torch.device | str | None = N
 
     Args:
         llm: runs in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) on one rank.
-        staging: where an update waits until it is whole; None is the engine's device (a second copy of its weights),
-            "cpu" spares the device that and makes the flip as long as the copy from the host.
+        staging: where an update waits until it is whole, and what it replaces until it is in; None is the engine's
+            device (two more copies of its weights), "cpu" spares the device that and makes the flip as long as the
+            copy from the host.
 
     Raises:
         UnsupportedEngine: a vLLM whose internals are not known here.
@@ -142,7 +144,7 @@ class ModelStore:
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
             if type(method).__module__.startswith("jetgraph_vllm."):
-                method.process_weights_after_loading(module)
+                method.renew(module)
 
 
 class VllmStore(ModelStore):
@@ -151,16 +153,38 @@ class VllmStore(ModelStore):
     def __init__(self, core: Any, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.core = core
+        self._step = core.step_fn
+        self._finished: deque[Any] = deque()
+        """What batches brought that `stop` waited for: the engine's next steps hand it out, in order."""
+        core.step_fn = self._next_output
+
+    def _next_output(self) -> Any:
+        return self._finished.popleft() if self._finished else self._step()
 
     def stop(self) -> None:
         """No batch in flight, and no KV entry of the old weights that anyone can read again."""
-        if self.core.batch_queue:
-            raise SyncRefused(f"{len(self.core.batch_queue)} batches are in flight: step the engine until none is")
         if self.core.model_executor.is_sleeping:
             raise SyncRefused("the engine sleeps: wake it, then send and commit")
+        self._finish_batches()
         if not self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise SyncRefused("the prefix cache, or a KV connector, could not be reset and would serve the old weights")
         self.core.reset_encoder_cache()
+
+    def _finish_batches(self) -> None:
+        """Wait for what was scheduled ahead.
+
+        vLLM does so by default on a GPU: a batch is in flight between any two steps, an empty one after the last
+        request.  A step of an engine that believes it has no requests schedules nothing and waits for the oldest batch.
+        """
+        if not self.core.batch_queue:
+            return
+        scheduler = self.core.scheduler
+        has_requests, scheduler.has_requests = scheduler.has_requests, lambda: False
+        try:
+            while self.core.batch_queue:
+                self._finished.append(self._step())
+        finally:
+            scheduler.has_requests = has_requests
 
 
 def guard_sleep(engine: Any, receiver: Receiver, rest: Mapping[str, torch.Tensor]) -> None:

@@ -7,12 +7,13 @@ FP32 masters are cast to BF16 once, as FSDP2's mixed precision and autocast do b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from jetgraph.digest import tensor_digest
+from jetgraph.digest import HASHING, tensor_digest
 from jetgraph.export import export_linear, rollout_linears
 from jetgraph.model_linears import linears_of_model
 from jetgraph.policy import LinearPrecision, Policy, get_policy
@@ -23,7 +24,8 @@ from jetgraph.sync.store import CommitReport
 class Update:
     """One version of a model's weights as a stream of (name, tensor), and the manifest of what was streamed.
 
-    A tensor is made when it is asked for, so no second copy of the model exists on this side.  Tied parameters are one
+    A tensor is made when it is asked for and hashed while the next ones are made, so no second copy of the model exists
+    on this side, but the last `HASHING` tensors.  Tied parameters are one
     tensor under their first name.  ``policy`` is the rollout's; a model that `jetgraph.compile` compiled has its own.
 
     Raises:
@@ -42,16 +44,21 @@ class Update:
         self._manifest: Manifest | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        specs = []
-        for name, parameter in self.model.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            linear = self._linears.get(module, LinearPrecision()) if leaf == "weight" else LinearPrecision()
-            for sent, tensor in export_linear(name, in_bf16(name, parameter), linear).items():
-                precision = "f32" if sent.endswith(SCALE_SUFFIX) else str(linear.weight)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                specs.append(TensorSpec(sent, dtype, tuple(tensor.shape), tensor_digest(tensor), precision))
-                yield sent, tensor
-        self._manifest = Manifest(self.version, self.policy.name, tuple(specs))
+        sending: list[tuple[str, str, tuple[int, ...], Future[str], str]] = []
+        with ThreadPoolExecutor(HASHING) as pool:
+            for name, parameter in self.model.named_parameters():
+                module, _, leaf = name.rpartition(".")
+                linear = self._linears.get(module, LinearPrecision()) if leaf == "weight" else LinearPrecision()
+                for sent, tensor in export_linear(name, in_bf16(name, parameter), linear).items():
+                    precision = "f32" if sent.endswith(SCALE_SUFFIX) else str(linear.weight)
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    digest = pool.submit(tensor_digest, tensor)
+                    sending.append((sent, dtype, tuple(tensor.shape), digest, precision))
+                    if len(sending) > HASHING:
+                        sending[-HASHING][3].result()
+                    yield sent, tensor
+            specs = (TensorSpec(name, dtype, shape, digest.result(), p) for name, dtype, shape, digest, p in sending)
+            self._manifest = Manifest(self.version, self.policy.name, tuple(specs))
 
     @property
     def manifest(self) -> Manifest:

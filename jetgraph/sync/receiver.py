@@ -1,8 +1,9 @@
 """The engine's end: stage everything, verify everything, then exchange in place between two steps, or change nothing.
 
-A transaction moves no live byte before its last check has passed.  The flip then *exchanges* each staged tensor with
-the live one, so the old version is at hand until the last tensor is in: a flip that fails half-way is taken back.
-Addresses never change (CUDA graphs and merged weights hold them), and the version is one assignment, after all bytes.
+A transaction moves no live byte before its last check has passed.  The old bytes are copied while they still serve, so
+a flip that fails half-way is taken back, and the flip itself, in which no step can run, is one copy and one sum of what
+it wrote.  Addresses never change (CUDA graphs and merged weights hold them), and the version is one assignment, after
+all bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from jetgraph.digest import tensor_digest
+from jetgraph.digest import tensor_digests
 from jetgraph.sync.manifest import Manifest, SyncRefused, TensorSpec, WeightsLost, check_pairs, some
 from jetgraph.sync.store import CommitReport, Slot, ValueReport, WeightStore
 
@@ -26,7 +27,8 @@ class Receiver:
     def __init__(self, store: WeightStore, version: int = 0, staging: torch.device | str | None = None) -> None:
         self.store = store
         self.staging = staging
-        """Where updates wait: None is each tensor's own device; "cpu" spares the GPU a second copy of the model."""
+        """Where updates wait, and the bytes that they replace: None is each tensor's own device; "cpu" spares the GPU
+        two more copies of the model."""
         self.addresses = {name: slot.live.data_ptr() for name, slot in store.slots.items()}
         self.manifest = self._read(version, "as loaded")
         self.serving = True
@@ -103,12 +105,14 @@ class Receiver:
         )
 
     def _read(self, version: int, policy: str) -> Manifest:
+        slots = self.store.slots
+        digests = tensor_digests(slot.live for slot in slots.values())
         return Manifest(
             version,
             policy,
             tuple(
-                TensorSpec(name, slot.dtype, tuple(slot.live.shape), tensor_digest(slot.live), slot.precision)
-                for name, slot in self.store.slots.items()
+                TensorSpec(name, slot.dtype, tuple(slot.live.shape), digest, slot.precision)
+                for (name, slot), digest in zip(slots.items(), digests, strict=True)
             ),
         )
 
@@ -168,13 +172,16 @@ class Transaction:
             counted = changed.get(slots[name].dtype, (0, 0))
             changed[slots[name].dtype] = (counted[0] + num_changed(slots[name].live, new), counted[1] + new.numel())
         num_bytes = sum(tensor.nbytes for tensor in self.staged.values())
+        old = {name: torch.empty_like(new).copy_(slots[name].live) for name, new in self.staged.items()}
+        sums = word_sums(self.staged)
+        synchronize(slots.values())
         start = time.perf_counter()
         try:
             self.receiver.store.stop()
         except SyncRefused:
             self.abort()
             raise
-        self._flip(accepted)
+        self._flip(accepted, old, sums)
         stall = time.perf_counter() - start
         self.abort()  # the old version's bytes are of no more use
         return CommitReport(self.version, len(slots), num_bytes, time.perf_counter() - self._start, stall, changed)
@@ -207,6 +214,7 @@ class Transaction:
             self._refuse(f"{some(missing)} did not come: an update is complete or none ({len(missing)} missing)")
         if unsent := [name for name in self.staged if name not in sent]:
             self._refuse(f"{some(unsent)} came but the manifest does not have them")
+        digests = dict(zip(self.staged, tensor_digests(self.staged.values()), strict=True))
         for spec in manifest.specs:  # both names of a tied tensor, if the manifest has both
             name = store.aliases.get(spec.name, spec.name)
             if name not in self.staged:
@@ -220,8 +228,7 @@ class Transaction:
             expected = store.slots[name].precision
             if spec.precision != expected:
                 self._refuse(f"{name} was made as {spec.precision}, the engine reads it as {expected}: one policy")
-            got = tensor_digest(staged)
-            if got != spec.digest:
+            if (got := digests[name]) != spec.digest:
                 self._refuse(
                     f"{spec.name} has digest {got[:16]}, the trainer sent {spec.digest[:16]}: damaged on the way, send "
                     "again"
@@ -239,8 +246,8 @@ class Transaction:
 
     # --------------------------------------------------------------------------------------------------------- flip
 
-    def _flip(self, accepted: Manifest) -> None:
-        """Exchange every staged tensor with the live one; the version is the last thing that changes.
+    def _flip(self, accepted: Manifest, old: Mapping[str, Tensor], sums: Mapping[str, int]) -> None:
+        """Write every staged tensor over the live one; the version is the last thing that changes.
 
         Raises:
             SyncRefused: some write failed or did not store what it was given; all were taken back.
@@ -250,10 +257,9 @@ class Transaction:
         done: list[str] = []
         try:
             for name, slot in slots.items():
-                new, old = self.staged[name], torch.empty_like(self.staged[name]).copy_(slot.live)
-                self.staged[name] = old
-                done.append(name)  # only now is there something to take back
-                write(slot.live, new, name)
+                done.append(name)
+                write(slot.live, self.staged[name], name)
+            require_written(slots, sums)
             receiver.store.refresh()
             synchronize(slots.values())
             receiver.manifest, receiver.serving = accepted, True
@@ -261,7 +267,7 @@ class Transaction:
             if receiver.manifest is accepted:
                 raise
             try:
-                take_back(slots, self.staged, done)
+                take_back(slots, old, done)
                 receiver.store.refresh()
             except BaseException as second:
                 receiver.lose_weights()
@@ -277,17 +283,38 @@ class Transaction:
 
 
 def write(live: Tensor, new: Tensor, name: str) -> None:
-    """In place, and read back on the device: a write that was not one must not become a version."""
+    """In place; ``name`` is for whoever watches."""
     with torch.inference_mode():  # an engine may have made its tensors under it; elsewhere they refuse writes
         live.copy_(new)
-    if not same_bytes(live, new.to(live.device)):
-        raise RuntimeError(f"{name} did not take the bytes it was given")
 
 
-def take_back(slots: Mapping[str, Slot], staged: Mapping[str, Tensor], done: Iterable[str]) -> None:
-    """The old bytes again, read back as the new ones were: the same fault may spoil them too."""
+def require_written(slots: Mapping[str, Slot], sums: Mapping[str, int]) -> None:
+    """A write that was not one must not become a version.
+
+    Compared are sums of words, one read of the memory and one answer for all tensors: the engine waits meanwhile.
+    """
+    found = word_sums({name: slot.live for name, slot in slots.items()})
+    if wrong := [name for name in slots if found[name] != sums[name]]:
+        raise RuntimeError(f"{wrong[0]} did not take the bytes it was given ({len(wrong)} of {len(slots)} tensors)")
+
+
+def word_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Σ of each tensor's words of 8 bytes, or of its bytes if it has no whole number of words, modulo 2^64."""
+    sums = []
+    for tensor in tensors.values():
+        numbers = tensor.detach().reshape(-1).view(torch.uint8)
+        if numbers.numel() % 8 == 0:
+            aligned = numbers if numbers.data_ptr() % 8 == 0 else numbers.clone()
+            numbers = aligned.view(torch.int64)
+        sums.append(numbers.sum(dtype=torch.int64))
+    on_one_device = [total.to(sums[0].device) for total in sums]
+    return dict(zip(tensors, torch.stack(on_one_device).tolist() if sums else [], strict=True))
+
+
+def take_back(slots: Mapping[str, Slot], saved: Mapping[str, Tensor], done: Iterable[str]) -> None:
+    """The old bytes again, every one read back: the fault that spoiled the new ones may spoil them too."""
     for name in done:
-        live, old = slots[name].live, staged[name]
+        live, old = slots[name].live, saved[name]
         with torch.inference_mode():
             live.copy_(old)
         if not same_bytes(live, old.to(live.device)):

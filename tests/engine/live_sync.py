@@ -1,6 +1,8 @@
 """Run by `test_sync`: one trainer and one engine in one process, weights synced over and over, everything written down.
 
 python -m tests.engine.live_sync FOLDER OUT.json, with a BF16 model in FOLDER/bf16
+
+On a GPU both are there; the engine runs as it rolls out, in full CUDA graphs and scheduling ahead, and can sleep.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from jetgraph.sync import StoredUpdate, SyncRefused, publish, send, write_update
 from jetgraph.sync import receiver as receiver_module
 from jetgraph.trainer import capture_step
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 32
 COMMON = [7 + 3 * i % 400 for i in range(BLOCK + 8)]
 PROMPTS = [COMMON + [11, 12, 13], COMMON + [21], [31, 32, 33, 34, 35], [5, 6]]
@@ -39,17 +43,29 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 128,
 }
+ON_GPU: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}
+"""Others may use it too."""
+AS_IT_ROLLS_OUT: dict[str, Any] = {
+    "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+    "enable_sleep_mode": True,  # of one engine in a process
+}
+if DEVICE == "cuda":
+    OPTIONS |= ON_GPU
 
 
 class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.trainer = AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.bfloat16).train()
+        self.trainer = self.masters().train()
         jetgraph.compile(self.trainer, "jet")
-        self.engine = Engine(export_checkpoint(folder / "bf16", folder / "jet"), **OPTIONS)
+        own = AS_IT_ROLLS_OUT if DEVICE == "cuda" else {}
+        self.engine = Engine(export_checkpoint(folder / "bf16", folder / "jet"), **OPTIONS, **own)
         self.live = sync.attach(self.engine)
         self.slots = self.live.receiver.store.slots
-        self.found: dict[str, Any] = {"start_seconds": self.engine.start_seconds}
+        self.found: dict[str, Any] = {"device": DEVICE, "start_seconds": self.engine.start_seconds, "failed": {}}
+
+    def masters(self) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.folder / "bf16", dtype=torch.bfloat16).to(DEVICE)
 
     # ------------------------------------------------------------------------------------------------- looking
 
@@ -103,7 +119,7 @@ class Run:
 
     def two_optimizer_steps(self) -> None:
         optimizer = torch.optim.AdamW(self.trainer.parameters(), lr=2e-3)
-        ids = torch.tensor([[(11 * i + 5) % 500 for i in range(40)]])
+        ids = torch.tensor([[(11 * i + 5) % 500 for i in range(40)]], device=DEVICE)
         self.found["steps"] = []
         for version in (1, 2):
             self.trainer(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -164,7 +180,7 @@ class Run:
 
     def refused(self) -> None:
         """Every malformed update: what was raised, and what the engine answers afterwards."""
-        other = AutoModelForCausalLM.from_pretrained(self.folder / "bf16", dtype=torch.bfloat16)
+        other = self.masters()
         update = publish(other, 8, "jet")
         sent, manifest = list(update), update.manifest
         scale = f"{DOWN}.weight_scale_inv"
@@ -260,14 +276,37 @@ class Run:
 
         scores = {}
         for output in outputs:
-            ids = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+            ids = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]], device=DEVICE)
             logits = self.trainer(input_ids=ids, use_cache=False).logits.detach()
             start = len(output.prompt_token_ids) - 1
             scores[output.request_id] = token_logprobs(logits[:, :-1], ids[:, 1:])[0].tolist()[start:]
         return scores
 
     def sleep(self) -> None:
-        """[W7]: what this platform's vLLM does when it is told to sleep, and what weight sync makes of it."""
+        """[W7]: ends at version 9."""
+        if DEVICE == "cuda":
+            self._sleeps()
+        else:
+            self._cannot_sleep()
+
+    def _sleeps(self) -> None:
+        """Both levels: what is refused meanwhile and after waking, and what the engine answers then."""
+        found: dict[str, Any] = {}
+        for level in (1, 2):
+            self.live.sleep(level)
+            found[str(level)] = {
+                "asleep": raised(self.rollout),
+                "update": raised(lambda: self.live.update(publish(self.trainer, 9))),
+            }
+            self.live.wake_up()
+            found[str(level)] |= {"woken": raised(self.rollout), "values": self.values()}
+            if level == 2:
+                self.live.update(publish(self.trainer, 9))
+            found[str(level)] |= self.exactness()
+        self.found["sleep"] = found
+
+    def _cannot_sleep(self) -> None:
+        """What vLLM does without a sleep mode when it is told to sleep, and what weight sync makes of it."""
         llm = self.engine.llm
         found: dict[str, Any] = {}
         for level in (1, 2):
@@ -343,7 +382,10 @@ def main(folder: str, out: str) -> None:
         run.fresh_engine,
     ):
         start = time.perf_counter()
-        act()
+        try:
+            act()
+        except Exception:  # what comes after it is told all the same
+            run.found["failed"][act.__name__] = traceback.format_exc(limit=-4)
         print(f"jetgraph_vllm: {act.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         Path(out).write_text(json.dumps(run.found))
 

