@@ -31,6 +31,10 @@ ENVIRONMENT = {
 }
 
 
+SPARE = 1024
+"""Tokens of a cache that no request needs; vLLM keeps a page empty."""
+
+
 class ArmFailed(RuntimeError):
     """The arm's process ended, or refused what it was asked; carries its reason in one line."""
 
@@ -233,7 +237,20 @@ def write_model(folder: Path, layers: int, *, tiny: bool = False, device: str = 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    give_back_memory()
     return folder
+
+
+def give_back_memory() -> None:
+    """What this process's allocator keeps of a GPU, for engines in other processes."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def without_plugin(exported: Path, folder: Path) -> Path:
@@ -268,7 +285,7 @@ def cache_options(folder: Path, tokens: int) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * size * 2 * 2  # K and V, BF16
-    return {"kv_cache_memory_bytes": max(per_token * tokens * 11 // 10, 1 << 28), "gpu_memory_utilization": 0.05}
+    return {"kv_cache_memory_bytes": max(per_token * (tokens + SPARE), 1 << 28), "gpu_memory_utilization": 0.05}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from jetgraph_vllm import stock_settings
 
-from benchmarks.arms import cache_options, write_model
+from benchmarks.arms import cache_options, give_back_memory, write_model
 from benchmarks.gpu_time import device_name
 from benchmarks.report import Row, report, save
 from benchmarks.rollout import BLOCK
@@ -107,6 +107,7 @@ def measure(name: str, pairing: Pairing, model: Path, plan: RolloutPlan, work: P
     if pairing.follows:
         served = work / pairing.follows
         export_checkpoint(model, served, pairing.trainer.policy, engine=pairing.follows, device=device)
+        give_back_memory()
     engine = run_engine(
         served, pairing.engine.policy, "vllm", work,
         stock=pairing.engine.stock, plans=[plan], options=options, device=device, say=say,

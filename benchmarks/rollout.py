@@ -8,6 +8,8 @@ A random model of Qwen3-8B's sizes, random prompts of 256 tokens, sampled at tem
 - jet: our plugin, its linears alone (``ops: stock``), the fastest form;
 - jet, batch-invariant: our plugin's exact operators, one result a row whatever the batch, without a setting of vLLM's.
 
+All four need more than one H200 holds at batch 512; ``--arms`` chooses, and a ratio needs its two arms in one run.
+
 A turn asks every arm the same, in an order that rotates; a figure is the median over turns, and ratios are medians of
 each turn's own ratio, so that a clock that drifts touches both sides.  The JSON is written after every turn.  An arm
 that refuses to start says why and is left out.  Bars hold on a GPU; ``--tiny`` runs everything once on any machine,
@@ -28,7 +30,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm, ArmFailed, cache_options, with_stock_operators, without_plugin, write_model
+from benchmarks.arms import (
+    Arm,
+    ArmFailed,
+    cache_options,
+    give_back_memory,
+    with_stock_operators,
+    without_plugin,
+    write_model,
+)
 from benchmarks.gpu_time import device_name
 from benchmarks.report import Row, report, save
 from jetgraph.export import export_checkpoint
@@ -38,6 +48,8 @@ BATCHES = (1, 64, 512)
 PROMPT, TOKENS, TURNS = 256, 128, 5
 BLOCK = 16
 """Tokens of a page of the cache: a sequence's last page is not full."""
+ENGINE_ITSELF = 3 << 30
+"""Bytes of an engine beside weights and cache: context, activations of 8,192 tokens, logits, CUDA graphs."""
 AGAINST_FP8, AGAINST_BF16, INVARIANT = 0.98, 1.25, 0.90
 """Ours beside stock FP8, ours beside BF16 at batch 64 and 512, batch-invariant beside our fastest."""
 
@@ -49,6 +61,7 @@ def folders(work: Path, layers: int, *, tiny: bool) -> dict[str, Path]:
     exact = work / "jet-exact"
     if not (exact / "config.json").is_file():
         export_checkpoint(model, exact, "jet", device=device)
+        give_back_memory()
     return {
         "bf16": model,
         "fp8": without_plugin(exact, work / "fp8"),
@@ -79,9 +92,28 @@ def engine_options(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
     return options
 
 
+def require_memory(arguments: argparse.Namespace, served: dict[str, Path], free: int) -> None:
+    """Refuse arms that a GPU with ``free`` bytes cannot hold at once, before minutes are spent on starting them.
+
+    Raises:
+        ValueError: says what they need.
+    """
+    need = 0
+    for name in arguments.arms:
+        weights = sum(file.stat().st_size for file in served[name].glob("*.safetensors"))
+        need += weights + engine_options(arguments, served[name])["kv_cache_memory_bytes"] + ENGINE_ITSELF
+    if need > free:
+        raise ValueError(
+            f"{len(arguments.arms)} engines need {need / 1e9:.0f} GB of the device and {free / 1e9:.0f} are free: run "
+            "fewer --arms at a time (a ratio needs its two alone), or smaller --batches"
+        )
+
+
 def started(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Arm]:
     """The arms that start, each warmed up by one small batch; on a GPU they start together."""
     served = folders(arguments.work, arguments.layers, tiny=arguments.tiny)
+    if torch.cuda.is_available():
+        require_memory(arguments, served, torch.cuda.mem_get_info()[0])
 
     def start(name: str) -> Arm | None:
         try:

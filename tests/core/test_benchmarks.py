@@ -208,7 +208,7 @@ def test_a_shared_gpus_cache_holds_the_tokens_that_are_asked_for(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     per_token = 36 * 8 * 128 * 2 * 2  # K and V of a head of 128, two bytes a number
     found = arms.cache_options(tmp_path, 100_000)
-    assert found["kv_cache_memory_bytes"] == per_token * 110_000
+    assert per_token * 100_000 < found["kv_cache_memory_bytes"] < per_token * 101_100
     assert arms.cache_options(tmp_path, 1)["kv_cache_memory_bytes"] == 1 << 28
 
 
