@@ -9,7 +9,7 @@ every arm, the engine a live vLLM in the same process.  `benchmarks.grpo` has th
   token).  On a CPU no stock FP8 kernel runs: our plugin serves jet's codes to the BF16 trainer (``--naive codes``);
 - jet: one FP8 flow on both sides, weights by jetgraph's transaction; the bar is a mismatch of exactly 0.
 
-All arms have the same problems in the same order and, for a seed, the same seeds of requests.  Mismatch is that of
+All arms have the same problems in the same order and, for a seed, the same seeds of rollouts.  Mismatch is that of
 `jetgraph.mismatch` between the engine's own logprobs and the trainer's on the same tokens, before the update.  Every
 step is a line in ``--work``; the curves are their means over the seeds in a band from the lowest to the highest.
 
@@ -17,13 +17,15 @@ step is a line in ``--work``; the curves are their means over the seeds in a ban
     python -m benchmarks.rl --problems long.json --length 2048 --together 3 --minutes 9
 
 ``--minutes`` ends all arms in time, and the report says how many steps each did; the same call with the same ``--work``
-goes on from there, and ``--only-report`` makes the report again.  ``--tiny`` runs two steps of a random model of two
-layers on any machine, and its figures mean nothing.
+goes on from there, on another machine too: a few MB of ``*.jsonl``, ``*.journal`` and `SETTINGS` are enough
+(`benchmarks.grpo.journal`).  ``--only-report`` makes the report again.  ``--tiny`` runs two steps of a random model of
+two layers on any machine, and its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -53,6 +55,8 @@ STEPS, PROMPTS, SAMPLES, SEEDS = 100, 16, 8, (0, 1, 2)
 NAIVE = "naive FP8 rollout"
 ARMS = ("bf16/bf16", NAIVE, "jet")
 SETTINGS = "settings.json"
+TINY = {"steps": 2, "prompts": 2, "samples": 3, "length": 9, "seeds": [0], "eager": True, "lr": 1e-3}
+"""What ``--tiny`` means where nothing else is given."""
 
 
 def pairing_of(arm: str, naive: str) -> Pairing:
@@ -84,7 +88,7 @@ def job_of(arm: str, seeds: list[int], options: argparse.Namespace, longest_prom
     pairing = pairing_of(arm, options.naive)
     served = options.model
     if not pairing.engine.stock:
-        served = str(export_checkpoint(options.model, options.work / f"served-{arm_slug(arm)}", pairing.engine.policy))
+        served = exported(options.model, options.work / f"served-{arm_slug(arm)}", pairing.engine.policy)
     return Job(
         name=arm,
         seeds=seeds,
@@ -107,6 +111,12 @@ def job_of(arm: str, seeds: list[int], options: argparse.Namespace, longest_prom
     )
 
 
+@functools.cache
+def exported(model: str, folder: Path, policy: str) -> str:
+    """What our plugin serves, made once for the processes of all seeds."""
+    return str(export_checkpoint(model, folder, policy))
+
+
 def arm_slug(arm: str) -> str:
     return arm.replace("/", "-").replace(" ", "-")
 
@@ -127,7 +137,9 @@ def devices() -> list[str]:
 
 
 def run_job(job: Job, path: Path, device: str) -> bool:
-    """One arm's process on one of `devices` to its end; False if it failed, which it says."""
+    """One arm's process on one of `devices` to its end, if there is time for it; False if it failed, which it says."""
+    if job.until is not None and time.time() > job.until:
+        return True
     job.save(path)
     environment = {**ENVIRONMENT, **os.environ, **own_environment(stock=job.rollout is None)}
     environment["CUDA_VISIBLE_DEVICES"] = device
@@ -215,17 +227,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, default=Path("out/rl.svg"), help="the curves; all steps go beside it")
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--tiny", action="store_true", help="a random model, two steps, any machine: no measurement")
+    if parser.parse_known_args(arguments)[0].tiny:
+        parser.set_defaults(**TINY)
     options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     options.naive = options.naive or ("stock" if on_gpu else "codes")
-    if options.tiny:
-        options.steps, options.prompts, options.samples, options.length = 2, 2, 3, 9
-        options.seeds, options.eager, options.lr = [0], True, 1e-3
-    elif options.only_report or options.write_problems:
+    if options.tiny or options.only_report or options.write_problems:
         return options
-    elif not on_gpu:
+    if not on_gpu:
         parser.error("needs a CUDA device, and this machine has none; --tiny runs anywhere")
-    elif options.problems is None:
+    if options.problems is None:
         parser.error("--problems FILE is needed; --write-problems FILE makes it")
     return options
 

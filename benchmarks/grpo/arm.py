@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,14 +24,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.grpo import curves
+from benchmarks.grpo import curves, journal
 from benchmarks.grpo.actor import Actor, Answer, group_advantages, repeat
+from benchmarks.grpo.journal import Lesson
 from benchmarks.grpo.problems import Problems
 from benchmarks.grpo.rollout import Rollout, Sampler
 from jetgraph.mismatch import Difference, measure
 
 SEED_STRIDE = 1_000_003
-"""Seeds of requests: far enough apart that two runs share none."""
+"""Seeds of rollouts: far enough apart that two runs share none."""
 FIGURES = ("num_tokens", "mean", "p99", "p999", "max", "k1", "k3", "chi2", "ess_token", "fraction_exact",
            "sequence_log_ratio_mean", "sequence_log_ratio_max")  # fmt: skip
 """Of `jetgraph.mismatch.Difference`, what a row holds."""
@@ -42,8 +44,9 @@ class Job:
 
     ``trainer`` and ``provider`` are `jetgraph.compile`'s policy and provider; ``served`` is the engine's folder and
     ``rollout`` the policy that our plugin serves there, None for a stock engine; ``engine`` are `vllm.LLM`'s options.
-    ``until`` is a time (`time.time`) after which no step begins: the trainer is saved as ``{rows}-{seed}.pt``, and the
-    same job goes on from there.  A seed's steps are the lines of ``{rows}-{seed}.jsonl``.
+    ``until`` is a time (`time.time`) after which no step begins.  A seed's steps are lines of ``{rows}-{seed}.jsonl``,
+    what it learned from those of ``{rows}-{seed}.journal``; the same job goes on from there, sooner where
+    ``{rows}-{seed}.pt`` still has the trainer.  At the end of a seed only its steps stay.
     """
 
     name: str
@@ -106,24 +109,26 @@ def mismatch(answers: list[Answer], scores: list[list[float]]) -> Difference:
     return found.whole.total
 
 
-def step(job: Job, seed: int, number: int, problems: Problems, actor: Actor, engine: Rollout) -> dict[str, Any]:
-    """One step; what it measured."""
+def step(
+    job: Job, seed: int, number: int, problems: Problems, actor: Actor, engine: Rollout
+) -> tuple[dict[str, Any], Lesson]:
+    """One step: what it measured, and what it learned from."""
     phases = Phases()
     questions, right = problems.take(number, job.prompts)
     prompts = repeat(questions, job.samples)
-    first = (seed + 1) * SEED_STRIDE + number * len(prompts)
     with phases("rollout"):
-        answers = engine.sample(prompts, range(first, first + len(prompts)))
+        answers = engine.sample(prompts, (seed + 1) * SEED_STRIDE + number)
     with phases("score"):
         scores = actor.score(answers)
     rewards = [problems.reward(a.tokens, right[i // job.samples]) for i, a in enumerate(answers)]
+    advantages = group_advantages(rewards, job.samples)
     with phases("train"):
-        grad_norm = actor.learn(answers, group_advantages(rewards, job.samples))
+        grad_norm = actor.learn(answers, advantages)
     with phases("sync"):
         sync = engine.take(actor.model)
     found = mismatch(answers, scores)
     lengths = [len(answer.tokens) for answer in answers]
-    return {
+    row = {
         "arm": job.name,
         "seed": seed,
         "step": number + 1,
@@ -136,10 +141,36 @@ def step(job: Job, seed: int, number: int, problems: Problems, actor: Actor, eng
         "seconds": phases.seconds,
         "sync": sync,
     }
+    return row, Lesson(number + 1, [answer.tokens for answer in answers], advantages, grad_norm)
+
+
+def go_on(job: Job, problems: Problems, actor: Actor, saved: Path, lessons: list[Lesson]) -> str:
+    """Bring the trainer to where ``lessons`` end; how.
+
+    A trainer that was ``saved`` is of a step that the journal has, and takes the updates after that one alone.
+    """
+    done = actor.resume(saved) if saved.exists() else 0
+    if done == 0 or done > len(lessons):
+        actor.restart()
+        done = 0
+    start, off = time.perf_counter(), 0.0
+    for lesson in lessons[done:]:
+        questions, _ = problems.take(lesson.step - 1, job.prompts)
+        prompts = repeat(questions, job.samples)
+        answers = [Answer(prompt, tokens, []) for prompt, tokens in zip(prompts, lesson.tokens, strict=True)]
+        norm = actor.learn(answers, lesson.advantages)
+        off = max(off, abs(norm - lesson.grad_norm) / max(lesson.grad_norm, 1e-30))
+    return (
+        f"goes on after step {len(lessons)}: {done} updates saved, {len(lessons) - done} taken again in "
+        f"{time.perf_counter() - start:.0f} s, whose gradients' norms differ by {off:.1g} of themselves at most"
+    )
 
 
 def run(job: Job, say: Callable[[str], None] = print) -> None:
     start = time.perf_counter()
+    seeds = [seed for seed in job.seeds if len(curves.read(Path(f"{job.rows}-{seed}.jsonl"))) < job.steps]
+    if not seeds:
+        return  # done by earlier calls
     problems = Problems.load(Path(job.problems), job.tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = Rollout(job.served, job.rollout, Sampler(job.length, problems.stop), job.engine)
@@ -148,27 +179,30 @@ def run(job: Job, say: Callable[[str], None] = print) -> None:
         learning_rate=job.learning_rate, micro_batch=job.micro_batch, device=device,
     )  # fmt: skip
     say(f"engine and trainer started in {time.perf_counter() - start:.0f} s")
-    for seed in job.seeds:
-        torch.manual_seed(seed)
-        saved, rows = Path(f"{job.rows}-{seed}.pt"), Path(f"{job.rows}-{seed}.jsonl")
-        if len(curves.read(rows)) >= job.steps:
-            continue  # by an earlier call
-        done = actor.resume(saved) if saved.exists() else 0
-        if not done:
-            actor.restart()
+    for seed in seeds:
+        saved, rows, learned = (Path(f"{job.rows}-{seed}.{kind}") for kind in ("pt", "jsonl", "journal"))
+        lessons = journal.read(learned)
+        done = len(lessons)
+        told = go_on(job, problems, actor, saved, lessons)
+        if done:
+            say(f"seed {seed} {told}")
         keep_rows(rows, done)
+        journal.write(learned, lessons)
         engine.take(actor.model)
-        with rows.open("a") as file:
+        with rows.open("a") as row_file, learned.open("a") as journal_file:
             for number in range(done, job.steps):
                 if job.until is not None and time.time() > job.until:
                     actor.save(saved, number)
                     say(f"seed {seed}: out of time before step {number + 1}")
                     return
-                row = step(job, seed, number, problems, actor, engine)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+                row, lesson = step(job, seed, number, problems, actor, engine)
+                for file, line in ((row_file, json.dumps(row) + "\n"), (journal_file, lesson.to_line())):
+                    file.write(line)
+                    file.flush()
                 say(brief(row))
         engine.verify()
+        saved.unlink(missing_ok=True)
+        learned.unlink()
 
 
 def keep_rows(path: Path, steps: int) -> None:
@@ -191,7 +225,13 @@ def main(arguments: list[str]) -> int:
     def say(text: str) -> None:
         print(f"rl: {text}", file=sys.stderr, flush=True)
 
-    run(Job.load(arguments[0]), say)
+    try:
+        run(Job.load(arguments[0]), say)
+    except Exception:
+        # said here: what an engine prints while it is torn down would push it out of the last lines
+        for line in traceback.format_exc().splitlines():
+            say(line)
+        return 1
     return 0
 
 

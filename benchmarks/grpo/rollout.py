@@ -39,16 +39,18 @@ class Rollout:
         self.policy, self.sampler = policy, sampler
         self.version = 0
 
-    def sample(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Answer]:
+    def sample(self, prompts: Sequence[list[int]], seed: int) -> list[Answer]:
         """One answer a prompt at temperature 1; logprobs are of the raw logits, which is the same there.
 
-        A seed a request: a run can be repeated, and arms whose engines draw alike draw with the same numbers.
+        The seed is the whole rollout's: with one a request vLLM draws row by row.  Arms draw with the same numbers
+        until an answer ends sooner in one than in another.
         """
         from vllm import SamplingParams
 
         asked = {"max_tokens": self.sampler.max_tokens, "stop_token_ids": self.sampler.stop or None, "ignore_eos": True}
-        sampling = [SamplingParams(temperature=1.0, seed=s, logprobs=0, detokenize=False, **asked) for s in seeds]
+        sampling = SamplingParams(temperature=1.0, logprobs=0, detokenize=False, **asked)
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        torch.manual_seed(seed)  # the engine lives in this process
         return [_answer(output) for output in self.llm.generate(requests, sampling, use_tqdm=False)]
 
     def take(self, model: torch.nn.Module) -> dict[str, float]:

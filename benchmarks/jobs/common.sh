@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the jobs of this folder.  A job is a row of steps: each has its own limit, and none stops those
 # after it.  What comes of it lies in $OUT (out/jobs), with all that was printed in log.txt; the last lines are the summary.
 #
@@ -8,7 +9,7 @@
 # $KIT is a folder of what `pack.sh` made, and of `caches.*` that an earlier job left: unpacked if it is there.
 
 set -u
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 OUT=$(mkdir -p "${OUT:-out/jobs}" && cd "${OUT:-out/jobs}" && pwd)
 SITE=${SITE:-${TMPDIR:-/tmp}/jetgraph-site}
 CACHES=${CACHES:-${TMPDIR:-/tmp}/jetgraph-caches}
@@ -56,9 +57,12 @@ step() {
   limit=$((left < limit ? left : limit))
   echo "== $name, at most $limit s: $*" | tee -a "$LOG"
   before=$(stat -c %s "$LOG")
-  # an interrupted Python still writes what it has; what goes on is killed
-  timeout -s INT -k 20 "$limit" "$@" >>"$LOG" 2>&1
+  # an interrupted Python still writes what it has; what goes on is killed, and so is what the step started (timeout leads
+  # a process group): the next step wants the machine for itself
+  timeout -s INT -k 20 "$limit" "$@" >>"$LOG" 2>&1 &
+  wait "$!"
   status=$?
+  kill -KILL -- "-$!" 2>/dev/null
   tail -c "+$((before + 1))" "$LOG" | tail -n "${TAIL:-12}"
   echo "$name: exit $status after $((SECONDS - start)) s" >>"$SUMMARY"
 }

@@ -9,4 +9,3 @@ step doctor 90 python3 -m jetgraph.cli doctor
 workers=$(($(nproc) * 7 / 8))
 TAIL=60 step tests 600 python3 -m pytest -o addopts= -q -ra --tb=short --durations=15 -p no:warnings -p no:cacheprovider \
   -n "$workers" --dist loadgroup "${@:2}" tests/gpu
-pkill -9 -f xdist || true # an interrupted run leaves its workers on the cores

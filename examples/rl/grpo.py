@@ -46,6 +46,7 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
         f"{actor}.fsdp_config.model_dtype={given.masters}",
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{actor}.use_torch_compile=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",  # would run each forward once more
         f"{actor}.ppo_mini_batch_size={given.prompts}",
         f"{actor}.ppo_micro_batch_size_per_gpu={given.micro_batch}",
         f"{actor}.optim.lr={given.lr}",
@@ -58,6 +59,8 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
         f"{rollout}.max_model_len={length}",
         f"{rollout}.max_num_seqs={max(8, given.prompts * given.samples)}",
         f"{rollout}.max_num_batched_tokens={max(given.step_tokens, length)}",
+        f"{rollout}.free_cache_engine=False",  # trainer and engine of so small a model share the device, nobody sleeps
+        f"+{rollout}.enable_sleep_mode=False",
         f"{rollout}.agent.num_workers=1",
         f"reward.custom_reward_function.path={HERE / 'chain_sum.py'}",
         "reward.custom_reward_function.name=compute_score",
@@ -75,6 +78,10 @@ def overrides(given: argparse.Namespace, model: Path, train: Path, test: Path, d
         f"trainer.default_local_dir={given.folder / 'checkpoints'}",
         f"jetgraph.folder={given.folder / 'jetgraph-run'}",
         f"hydra.run.dir={given.folder / 'hydra'}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "ray_kwargs.ray_init.num_cpus=32",  # places, not cores: where there are too few VeRL waits for ever
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "+ray_kwargs.ray_init.object_store_memory=300000000",  # tensors travel through TransferQueue
         *(on_cpu(given) if device == "cpu" else []),
         *given.others,
     ]
@@ -92,19 +99,8 @@ def cut(source: Path, folder: Path, layers: int) -> Path:
 
 
 def on_cpu(given: argparse.Namespace) -> list[str]:
-    """What a machine without an accelerator needs: nothing sleeps, nothing is pinned, Ray counts one pretended GPU."""
-    rollout = "actor_rollout_ref.rollout"
-    return [
-        "trainer.device=cpu",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",  # would run each forward once more
-        f"{rollout}.free_cache_engine=False",
-        f"+{rollout}.enable_sleep_mode=False",
-        f"+ray_kwargs.ray_init.num_gpus={given.gpus}",
-        "ray_kwargs.ray_init.num_cpus=32",
-        "+ray_kwargs.ray_init.include_dashboard=False",
-        "+ray_kwargs.ray_init.object_store_memory=300000000",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-    ]
+    """What a machine without an accelerator needs: Ray counts pretended GPUs."""
+    return ["trainer.device=cpu", f"+ray_kwargs.ray_init.num_gpus={given.gpus}"]
 
 
 def environment(folder: Path, device: str) -> dict[str, str]:
@@ -129,7 +125,8 @@ def environment(folder: Path, device: str) -> dict[str, str]:
     return found
 
 
-def main() -> int:
+def parse(arguments: list[str] | None, device: str) -> argparse.Namespace:
+    """What is given, and `SIZES` of the device where nothing is; ``others`` are VeRL's own options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/rl"))
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 is unpacked if there is none")
@@ -148,18 +145,26 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--gpus", type=int, default=1)
-    given, given.others = parser.parse_known_args()
+    parser.set_defaults(**SIZES[device])
+    given, given.others = parser.parse_known_args(arguments)
     given.folder = given.folder.resolve()
+    answers = given.prompts * given.samples
+    if answers % (given.gpus * given.micro_batch):
+        parser.error(
+            f"--micro-batch {given.micro_batch}: VeRL needs {answers} answers a step to be a multiple of it on each of "
+            f"{given.gpus} devices"
+        )
+    return given
 
+
+def main() -> int:
     import torch
 
     sys.path.insert(0, str(HERE))
     import chain_sum
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, size in SIZES[device].items():
-        if getattr(given, name) is None:
-            setattr(given, name, size)
+    given = parse(None, device)
     if given.model is None:
         from jetgraph.models import write_smollm2
 

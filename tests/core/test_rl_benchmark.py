@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import rl
-from benchmarks.grpo import curves
+from benchmarks.grpo import arm, curves, journal
 from benchmarks.grpo.actor import Actor, Answer, group_advantages, repeat
-from benchmarks.grpo.arm import keep_rows
+from benchmarks.grpo.arm import go_on, keep_rows
+from benchmarks.grpo.journal import Lesson
 from benchmarks.grpo.problems import Problems, chain_sums, number_reward
 from jetgraph.models import write_smollm2
 from tests.core.small_models import random_model
@@ -118,7 +119,8 @@ def test_what_cannot_run_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit):
         rl.parse([])
     assert "needs a CUDA device" in capsys.readouterr().err
-    assert rl.parse(["--tiny"]).naive == "codes"
+    tiny = rl.parse(["--tiny", "--steps", "5"])
+    assert (tiny.naive, tiny.steps, tiny.length) == ("codes", 5, 9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit):
         rl.parse([])
@@ -143,6 +145,60 @@ def test_rows_beyond_what_was_saved_are_not_kept(tmp_path: Path):
     keep_rows(path, 0)
     assert path.read_text() == ""
     keep_rows(tmp_path / "new.jsonl", 0)
+
+
+LESSONS = [
+    Lesson(1, [[8, 49_151], [], [70_000]], [0.5, -0.5, 1 / 3], 0.25),
+    Lesson(2, [[3], [4], [5]], [0.0, 0.0, 0.0], 0.0),
+]
+
+
+def test_a_journal_is_read_as_far_as_its_lines_are_whole_and_follow_each_other(tmp_path: Path):
+    path = tmp_path / "a.journal"
+    assert journal.read(path) == []
+    journal.write(path, LESSONS)
+    assert journal.read(path) == LESSONS
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second[: len(second) // 2]}")
+    assert journal.read(path) == LESSONS[:1]
+    path.write_text(f"{second}\n")
+    assert journal.read(path) == []
+    path.write_text(f"{first}\n{first}\n{second}\n")
+    assert journal.read(path) == LESSONS[:1]
+
+
+def test_no_process_starts_when_time_is_out_or_all_steps_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rl, "run_module", lambda *_, **__: pytest.fail("a process was started"))
+    job = made_up_job(tmp_path, until=1.0)
+    assert rl.run_job(job, tmp_path / "job.json", "")
+    rows = [json.dumps(made_up(0, number, 0.5, 0.1)) for number in (1, 2)]
+    (tmp_path / "jet-0.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr(arm, "Rollout", lambda *_: pytest.fail("an engine was started"))
+    arm.run(job)
+
+
+def test_why_an_arm_failed_is_said_before_its_engine_is_torn_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made_up_job(tmp_path).save(tmp_path / "job.json")
+
+    def fail(*_: object) -> None:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(arm, "run", fail)
+    assert arm.main([str(tmp_path / "job.json")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "rl: ValueError: no such kernel"
+    assert all(line.startswith("rl: ") for line in said)
+
+
+def made_up_job(folder: Path, until: float | None = None) -> arm.Job:
+    """Two steps of one problem each, two answers to it."""
+    return arm.Job(
+        name="jet", seeds=[0], model=str(folder), trainer="bf16", provider="stock", served="", rollout=None, engine={},
+        problems=str(folder / "problems.json"), tokenizer=None, steps=2, prompts=1, samples=2, length=4,
+        learning_rate=1e-3, micro_batch=128, rows=str(folder / "jet"), until=until,
+    )  # fmt: skip
 
 
 def test_processes_are_spread_over_the_gpus_that_this_one_sees(monkeypatch: pytest.MonkeyPatch):
@@ -205,6 +261,30 @@ def test_an_actor_goes_on_where_it_was_saved(folder: Path, tmp_path: Path):
     for found, master, parameter in zip(actor.masters, expected, actor.parameters, strict=True):
         assert torch.equal(found, master)  # so the optimizer's moments and steps came back too
         assert torch.equal(parameter, master.to(torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_a_journal_brings_a_trainer_to_where_it_was_with_or_without_a_saved_one(folder: Path, tmp_path: Path):
+    problems = Problems([[5, 6], [7]], ["", ""], [])
+    actor = Actor(str(folder), "bf16", "stock", learning_rate=1e-3, micro_batch=128, device="cpu")
+    job, saved = made_up_job(tmp_path), tmp_path / "jet-0.pt"
+    lessons = []
+    for number, (prompt, tokens) in enumerate((([5, 6], [[8, 9], [10]]), ([7], [[11], [12, 13, 14]])), 1):
+        norm = actor.learn([Answer(prompt, answer, []) for answer in tokens], [1.0, -1.0])
+        lessons.append(Lesson(number, tokens, [1.0, -1.0], norm))
+        if number == 1:
+            actor.save(saved, 1)
+    expected = actor.masters
+    for before in ("1 updates saved, 1 taken again", "0 updates saved, 2 taken again"):
+        actor.restart()
+        told = go_on(job, problems, actor, saved, lessons)
+        assert told.startswith(f"goes on after step 2: {before}"), told
+        assert told.endswith("differ by 0 of themselves at most"), told
+        assert all(map(torch.equal, actor.masters, expected))
+        saved.unlink(missing_ok=True)
+    actor.save(saved, 2)  # of a journal that is lost
+    go_on(job, problems, actor, saved, [])
+    assert all(map(torch.equal, actor.masters, [p.float() for p in actor._first]))
 
 
 @pytest.mark.engine
