@@ -12,6 +12,8 @@ from pathlib import Path
 ZOOM = 2.0
 """Pixels per unit of the SVG: sharp on paper and on dense screens."""
 INSTALL = "pip install 'jetgraph[viz]'"
+FAMILIES = ((None, None), ("DejaVu Sans", "DejaVu Sans Mono"))
+"""Sans-serif and monospace: what the machine says, or what matplotlib carries."""
 
 
 class PictureError(RuntimeError):
@@ -25,12 +27,24 @@ def png(svg: str, zoom: float = ZOOM) -> bytes:
         PictureError: resvg-py is not installed, or there is no font on this machine.
     """
     try:
-        import resvg_py
+        import resvg_py  # noqa: F401
     except ImportError as error:
         raise PictureError(f"PNG needs the package resvg-py, which is not installed: {INSTALL}") from error
-    if not _draws_letters():
+    families = _families()
+    if families is None:
         raise PictureError("PNG needs a font and found none: install one (Debian: fonts-dejavu-core) or matplotlib")
-    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=zoom, font_dirs=_font_folders()))
+    return _drawn(svg, families, zoom)
+
+
+def _drawn(svg: str, families: tuple[str | None, str | None], zoom: float = 1.0) -> bytes:
+    import resvg_py
+
+    sans, mono = families
+    return bytes(
+        resvg_py.svg_to_bytes(
+            svg_string=svg, zoom=zoom, font_dirs=_font_folders(), sans_serif_family=sans, monospace_family=mono
+        )
+    )
 
 
 def _font_folders() -> list[str]:
@@ -42,11 +56,15 @@ def _font_folders() -> list[str]:
 
 
 @cache
-def _draws_letters() -> bool:
-    """Whether a letter leaves a trace: resvg draws text without a font as nothing, and says nothing."""
-    import resvg_py
+def _families() -> tuple[str | None, str | None] | None:
+    """Those of `FAMILIES` with which letters leave a trace; None if there are none.
 
+    resvg draws text without a font as nothing, and says nothing; without fontconfig both words are fonts of Windows.
+    """
     sheet = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
-    letter = '<text x="2" y="16" font-family="sans-serif" font-size="16">m</text>'
-    blank, drawn = (resvg_py.svg_to_bytes(svg_string=sheet.format(s), font_dirs=_font_folders()) for s in ("", letter))
-    return bytes(blank) != bytes(drawn)
+    letter = '<text x="2" y="16" font-family="{}">m</text>'
+    for families in FAMILIES:
+        blank = _drawn(sheet.format(""), families)
+        if all(_drawn(sheet.format(letter.format(word)), families) != blank for word in ("sans-serif", "monospace")):
+            return families
+    return None

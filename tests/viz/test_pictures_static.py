@@ -102,6 +102,13 @@ def test_png_is_the_svg_at_twice_its_size(picture):
     assert abs(height - 2 * float(root.get("height"))) <= 2
 
 
+@pytest.mark.parametrize("family", ["sans-serif", "monospace"])
+def test_letters_leave_a_trace(family):
+    """Also where nothing tells resvg which font a machine takes for the word."""
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" width="60" height="20"></svg>'
+    assert png(blank.replace("><", f'><text x="2" y="16" font-family="{family}">fp8</text><')) != png(blank)
+
+
 def test_png_without_its_package_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(PictureError, match=r"resvg-py, which is not installed: pip install 'jetgraph\[viz\]'"):
@@ -109,7 +116,7 @@ def test_png_without_its_package_names_what_to_install(monkeypatch):
 
 
 def test_png_without_a_font_says_so_instead_of_leaving_the_letters_out(monkeypatch):
-    monkeypatch.setattr("jetgraph.viz.png._draws_letters", lambda: False)
+    monkeypatch.setattr("jetgraph.viz.png._families", lambda: None)
     with pytest.raises(PictureError, match="needs a font"):
         png("<svg/>")
 
