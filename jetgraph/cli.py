@@ -15,6 +15,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import jetgraph
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -30,6 +32,21 @@ Graph = Annotated[Path, typer.Argument(help="a graph file (JSON)")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="where to write")]
 PolicyName = Annotated[str, typer.Option("--policy", "-p", help="a policy's name (such as jet, bf16) or .json file")]
 Provider = Annotated[str, typer.Option(help="reference (exact, row-invariant) or stock (torch's own kernels)")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(jetgraph.__version__, markup=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 def say(text: str) -> None:

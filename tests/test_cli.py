@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def run(*arguments: object) -> tuple[int, str]:
     result = runner.invoke(app, [str(a) for a in arguments])
     return result.exit_code, result.output
+
+
+def test_the_version_is_the_packages():
+    assert run("--version") == (0, f"{metadata.version('jetgraph')}\n")
 
 
 def test_contained_is_0_and_the_certificate_checks(pair, tmp_path):

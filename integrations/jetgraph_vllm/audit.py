@@ -102,6 +102,7 @@ def main(arguments: list[str]) -> int:
     jetgraph_vllm.register()
     import vllm
 
+    print(f"jetgraph_vllm: vLLM {vllm.__version__} loads {job['model']}, as to serve it", file=sys.stderr, flush=True)
     llm = vllm.LLM(model=job["model"], **{**OPTIONS, **job.get("llm", {})})
     policy = None if job.get("policy") is None else Policy.from_plain(job["policy"])
     Path(job["out"]).write_text(json.dumps(audit(llm, policy).to_plain(), ensure_ascii=False))
