@@ -9,7 +9,8 @@ all bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -155,7 +156,8 @@ class Transaction:
                 self._refuse(f"{given} and {before} are one tensor in the engine and came with two values: untied")
             return
         device = slot.live.device if self.receiver.staging is None else self.receiver.staging
-        self.staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
+        with self._room("an update beside the weights"):
+            self.staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
 
     def commit(self, manifest: Manifest) -> CommitReport:
         """Verify all that was staged against what the trainer says it sent, and make it live.
@@ -172,7 +174,8 @@ class Transaction:
             counted = changed.get(slots[name].dtype, (0, 0))
             changed[slots[name].dtype] = (counted[0] + num_changed(slots[name].live, new), counted[1] + new.numel())
         num_bytes = sum(tensor.nbytes for tensor in self.staged.values())
-        old = {name: torch.empty_like(new).copy_(slots[name].live) for name, new in self.staged.items()}
+        with self._room("the update and the bytes that it replaces"):
+            old = {name: torch.empty_like(new).copy_(slots[name].live) for name, new in self.staged.items()}
         sums = word_sums(self.staged)
         synchronize(slots.values())
         start = time.perf_counter()
@@ -238,6 +241,13 @@ class Transaction:
         if serving.version == self.version and serving.digest != accepted.digest:
             self._refuse(f"version {self.version} was served with other weights: send these as {self.version + 1}")
         return accepted
+
+    @contextmanager
+    def _room(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._refuse(f'the device has no room for {what}: attach with staging="cpu"')
 
     def _refuse(self, why: str) -> NoReturn:
         serving = self.receiver.version

@@ -442,6 +442,23 @@ def test_a_flip_that_fails_at_any_tensor_is_taken_back(error, raised, models, se
     assert engine.live_bytes() == expected_bytes(models[1])
 
 
+@pytest.mark.parametrize("maker", ["empty", "empty_like"])
+def test_a_device_without_room_refuses_and_says_what_to_do(maker, models, serving, monkeypatch):
+    """For the update itself, and for the bytes that it replaces."""
+    engine, receiver = serving
+    before = engine.live_bytes()
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, maker, full)
+    with pytest.raises(SyncRefused, match='no room for .*: attach with staging="cpu". The engine serves version 1'):
+        send(publish(models[1], 2, "jet"), receiver)
+    monkeypatch.undo()
+    assert engine.live_bytes() == before
+    assert receiver._open is None
+
+
 def test_a_write_that_stores_something_else_is_noticed_and_taken_back(models, serving, monkeypatch):
     engine, receiver = serving
     before = engine.live_bytes()

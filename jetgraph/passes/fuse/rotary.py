@@ -98,8 +98,9 @@ def _norm_of(heads: Node) -> Norm | None:
     normed = heads
     while normed.target in RESHAPES:
         normed = normed.args[0]  # type: ignore[assignment]
-    shape = tuple(heads.meta["val"].shape)
-    if tuple(normed.meta["val"].shape) not in (shape, shape[1:] if shape[0] == 1 else shape):
+    shape, of_norm = tuple(heads.meta["val"].shape), tuple(normed.meta["val"].shape)
+    in_a_row = isinstance(shape[0], int) and shape[0] == 1 and len(of_norm) == 3
+    if of_norm != (shape[1:] if in_a_row else shape if len(of_norm) == 4 else None):
         return None
     for weight, rounded in either_order(normed) if is_call(normed, aten.mul.Tensor) else []:
         if weight.meta["val"].ndim != 1 or not is_rounding(rounded) or not is_call(rounded.args[0], aten.mul.Tensor):
