@@ -28,6 +28,7 @@ if ! python3 -c 'import importlib.metadata as m, jetgraph_vllm; m.version("jetgr
 fi
 
 finish() {
+  [ -n "${STEP:-}" ] && kill -KILL -- "-$STEP" 2>/dev/null # the job itself was interrupted
   if [ -n "${KEEP_CACHES:-}" ]; then # in parts of 15 MB, for the next machine
     tar -C "$CACHES" -cf - . | xz -T0 -3 | split -b 15000000 -d - "$OUT/caches."
   fi
@@ -57,12 +58,13 @@ step() {
   limit=$((left < limit ? left : limit))
   echo "== $name, at most $limit s: $*" | tee -a "$LOG"
   before=$(stat -c %s "$LOG")
-  # an interrupted Python still writes what it has; what goes on is killed, and so is what the step started (timeout leads
-  # a process group): the next step wants the machine for itself
-  timeout -s INT -k 20 "$limit" "$@" >>"$LOG" 2>&1 &
-  wait "$!"
+  # A session of its own: one interrupt, for the program alone (two would break off what it still writes); then all that it
+  # started is killed, because the next step wants the machine for itself.
+  setsid timeout --foreground -s INT -k 20 "$limit" "$@" >>"$LOG" 2>&1 </dev/null &
+  STEP=$!
+  wait "$STEP"
   status=$?
-  kill -KILL -- "-$!" 2>/dev/null
+  kill -KILL -- "-$STEP" 2>/dev/null
   tail -c "+$((before + 1))" "$LOG" | tail -n "${TAIL:-12}"
   echo "$name: exit $status after $((SECONDS - start)) s" >>"$SUMMARY"
 }

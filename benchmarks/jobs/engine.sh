@@ -75,7 +75,6 @@ fi
 smollm2=()
 [ -f "${SMOLLM2:-}/config.json" ] && smollm2=(--smollm2 "$SMOLLM2")
 
-set -m # else what runs in the background would not be interrupted at its limit
 for group in ${STEPS//,/ }; do
   [[ $group == *[abpcdf]* ]] && models
   if ((${#group} == 1)); then
