@@ -3,8 +3,8 @@
 A random model of Qwen3-8B's sizes is served by our plugin in a process of its own (`benchmarks.arms`); that process
 also holds the BF16 masters, as a trainer on the same device does.  Each turn moves a weight and sends everything.
 
-- stall: seconds in which the engine cannot step (stop, exchange, refresh); the bar is twice the seconds that copying as
-  many bytes within the device takes, measured in the same turn;
+- stall: seconds in which the engine cannot step (stop, write, read back, refresh); the bar is twice the seconds that
+  copying as many bytes within the device takes, measured in the same turn;
 - all: seconds of the whole update, quantising, staging, digests and checks included; the engine serves meanwhile;
 - bytes sent, and the peak of device memory above what was there before (on a CPU: by how much the process grew).
 

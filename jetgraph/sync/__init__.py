@@ -1,7 +1,7 @@
 """Weights from a trainer into a running engine: staged, verified, then flipped at once, or not at all.
 
     update = publish(model, version=1)          # trainer: codes, scales and BF16 tensors of its masters, one by one
-    report = send(update, receiver)             # engine: stage all, compare every digest, exchange in place
+    report = send(update, receiver)             # engine: stage all, compare every digest, write in place
     receiver.verify_values().require()          # the engine's bytes, now: digests, version, addresses
 
 `manifest` is what both ends compare; `masters` is the trainer's end; `files` takes its updates to another process, in a

@@ -1,4 +1,4 @@
-"""The engine's end: stage everything, verify everything, then exchange in place between two steps, or change nothing.
+"""The engine's end: stage everything, verify everything, then write in place between two steps, or change nothing.
 
 A transaction moves no live byte before its last check has passed.  The old bytes are copied while they still serve, so
 a flip that fails half-way is taken back, and the flip itself, in which no step can run, is one copy and one sum of what

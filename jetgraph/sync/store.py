@@ -29,7 +29,7 @@ class WeightStore(Protocol):
 
     ``slots`` by checkpoint name; ``aliases`` gives the slot of further names (a tied head).  `stop` is called when all
     checks passed: it makes sure that no step is running and that no KV entry of the old version can be read again, or
-    raises `SyncRefused`.  `refresh` renews what the engine derived from weights; it is called after each exchange, also
+    raises `SyncRefused`.  `refresh` renews what the engine derived from weights; it is called after each flip, also
     one that takes a flip back.
     """
 
@@ -44,8 +44,8 @@ class WeightStore(Protocol):
 class CommitReport:
     """What one update did.  ``changed`` counts elements that differ from the version before, by dtype: (changed, all).
 
-    ``stall_seconds`` is how long the engine could not step: stop, exchange, refresh.  Staging, digests and these counts
-    lie outside of it.
+    ``stall_seconds`` is how long the engine could not step: stop, write, read back, refresh.  Staging, digests and
+    these counts lie outside of it.
     """
 
     version: int
