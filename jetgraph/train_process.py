@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 import jetgraph
 from jetgraph.compiler import CompileError
+from jetgraph.graph import PrecisionGraph
 from jetgraph.replay import replay_step
 from jetgraph.scoring import Rollout, mismatch, sampled_scores
 from jetgraph.trainer import capture_step
@@ -45,10 +46,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         step = capture_step(compiled, backward=job["backward"])
         graph = replay_step(model, step)
         graph.save(job["graph"])
-        say(
-            f"captured a step and replayed it: {len(graph.nodes)} nodes, {graph.num_edges} edges, "
-            f"{time.perf_counter() - start:.0f} s"
-        )
+        size = f"{len(graph.nodes)} nodes, {graph.num_edges} edges"
+        say(f"captured a step: {size}, {_replayed(graph)}, {time.perf_counter() - start:.0f} s")
     mismatches, logprobs, scores = {}, {}, {}
     for name, rollouts in job["rollouts"].items():
         start = time.perf_counter()
@@ -68,6 +67,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "mismatches": mismatches,
         "logprobs": logprobs,
     }
+
+
+def _replayed(graph: PrecisionGraph) -> str:
+    """The outcome of the gate in words; what differs, not what is equal."""
+    outcome = graph.meta["replay"]
+    differ = [case for case in outcome["cases"] if not case.endswith(": equal")]
+    return "its replay is equal" if outcome["passed"] else f"its REPLAY FAILED ({', '.join(differ)})"
 
 
 def say(text: str) -> None:
