@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -270,7 +270,7 @@ def _compile_regions(model: torch.nn.Module, compiled: Compiled) -> None:
         decisions = _decisions(module)
         signature = (type(module), tuple(sorted(decisions.items())))
         if signature not in backends:
-            lower = _lowering(decisions, name, compiled)
+            lower = _lowering(decisions, _twins(module), name, compiled)
             backends[signature] = Backend(name, lower, compiled.codegen)
         backend = compiled.regions[name] = backends[signature]
         check = partial(_refuse_undeclared, module, name, compiled.policy)
@@ -389,8 +389,16 @@ def _decisions(region: torch.nn.Module) -> dict[str, LinearPrecision]:
     return {name: part.precision for name, part in region.named_modules() if isinstance(part, Linear)}
 
 
+def _twins(region: torch.nn.Module) -> dict[str, str]:
+    """The linears whose weight is another one's too, by the first that holds it."""
+    first: dict[int, str] = {}
+    linears = [(name, part) for name, part in region.named_modules() if isinstance(part, Linear)]
+    names = {name: first.setdefault(id(part.weight), name) for name, part in linears}
+    return {name: other for name, other in names.items() if name != other}
+
+
 def _lowering(
-    decisions: dict[str, LinearPrecision], region: str, compiled: Compiled
+    decisions: dict[str, LinearPrecision], twins: Mapping[str, str], region: str, compiled: Compiled
 ) -> Callable[[GraphModule], list[LoweredGemm]]:
     """The passes of one region, and the check that it holds no linear of undeclared precision."""
     policy, tried = compiled.policy, compiled.tried
@@ -403,6 +411,11 @@ def _lowering(
         missed = {fqn for fqn, p in decisions.items() if p.quantized} - {
             gemm.fqn for gemm in lowered if gemm.role is Role.FPROP
         }
+        for fqn in sorted(missed & twins.keys()):
+            raise CompileError(
+                f"{_join(region, fqn)} and {_join(region, twins[fqn])} hold one weight and read one input, so torch "
+                "runs a single GEMM for both, and its two names cannot be told apart: give each a weight of its own"
+            )
         if missed:
             raise CompileError(
                 f"linears {sorted(missed)} of {region or 'the model'} (or of a block like it) are FP8 in policy "

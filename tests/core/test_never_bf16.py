@@ -235,6 +235,16 @@ def test_a_weight_used_without_its_linear_raises(model):
         one_step(model, random_ids(model, 1, 40))
 
 
+def test_two_linears_with_one_weight_and_one_input_are_named():
+    model = random_model()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+    jetgraph.compile(model, "jet")
+    both = r"layers.0.mlp.up_proj and model.layers.0.mlp.gate_proj hold one weight .* give each a weight of its own"
+    with pytest.raises(Exception, match=both):
+        one_step(model, random_ids(model, 1, 40))
+
+
 def test_a_forward_set_on_the_instance_keeps_its_names(model, expected):
     for layer in model.model.layers:
         layer.mlp.forward = types.MethodType(type(layer.mlp).forward, layer.mlp)
