@@ -123,7 +123,7 @@ class _StockLifter:
             if op.kind == "placeholder" and isinstance(op.value, str) and op.value.isidentifier()
         }
         env = self.lifter.run(ops, bound, sizes=lambda size: evaluate_size(size, symbols))
-        (value,) = self.lifter.outputs(ops, env)
+        *_, value = self.lifter.outputs(ops, env)  # arguments that an operator may have written come before it
         return value
 
     def _bind(self, given: StockInput) -> Any:

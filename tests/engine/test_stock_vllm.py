@@ -319,6 +319,18 @@ def test_on_a_cpu_the_followed_engine_differs_by_its_norms_alone(tmp_path: Path)
     assert (len(result.weights.shared), result.weights.differing) == (26, ())
 
 
+@pytest.mark.engine
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM has block FP8 for CPUs with AMX alone")
+def test_fp8_blocks_on_a_cpu_are_an_operator_that_is_not_known_by_name(tmp_path: Path) -> None:
+    """Its GEMM claims to write the weights that it reads, so the engine's graph returns them too."""
+    model_for("jet").save_pretrained(tmp_path / "model")
+    result = verify_model(tmp_path / "model", "jet", "vllm-stock", tmp_path / "work")
+    unknown = {f.fqn for f in result.faults if f.rule == "JG090" and "_C.fp8_scaled_mm_cpu" in f.got}
+    merged = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert unknown == {f"model.layers.{i}.{name}" for i in range(LAYERS) for name in merged}
+    assert result.verdict is not Verdict.CONTAINED
+
+
 # ------------------------------------------------------------------------------------------------------ replay gate
 
 
