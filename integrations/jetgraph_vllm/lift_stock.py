@@ -28,9 +28,9 @@ from jetgraph.lift.gemm import gemm
 from jetgraph.lift.lifter import HANDLERS, Frame, Lifter, QuantizedHalf, only, refuse_unless
 from jetgraph.normal_form import TermBuilder
 from jetgraph.precision import Division, Format, Granularity, Precision, Scale, ScaleRule
-from jetgraph.record import Op, evaluate_size
+from jetgraph.record import Op, Ref, evaluate_size
 from jetgraph_vllm.leaves import CacheWrite, RotaryTable, Stored
-from jetgraph_vllm.stock_format import StockCapture, StockInput
+from jetgraph_vllm.stock_format import StockCapture, StockCaptureError, StockInput
 from jetgraph_vllm.stock_ops import EXPANSIONS, log_softmax_of, rotate
 
 NUM_TOKENS = 53
@@ -54,6 +54,28 @@ def lift_stock(capture: StockCapture, train: PrecisionGraph) -> PrecisionGraph:
     known by the digests of ``train``'s operands.  Nothing else of ``train`` is used.
     """
     return _StockLifter(capture, train.meta["policy"], train.meta["scope"], train.meta["operands"]).run()
+
+
+def _one_result(ops: Sequence[Op]) -> list[Op]:
+    """A program that returns its result alone; before it, a graph returns each argument that an operator wrote.
+
+    Raises:
+        StockCaptureError: it returns something else too, of which nothing is known.
+    """
+    *body, output = ops
+    (returned,) = output.args
+    if not isinstance(returned, tuple):
+        return [*ops]
+    writers = {op.name for op in body if op.target == "auto_functionalized"}
+    written = {op.name for op in body if op.target == "getitem" and op.args[0].name in writers}
+    *before, result = returned
+    others = [item.name if isinstance(item, Ref) else str(item) for item in before]
+    if unknown := [name for name in others if name not in written]:
+        raise StockCaptureError(
+            f"the engine's graph returns {', '.join(unknown)} beside its result; expected one value, and the arguments "
+            "that operators wrote: models with more than one result, such as drafts, cannot be read"
+        )
+    return [*body, replace(output, args=((result,),))]
 
 
 class _StockLifter:
@@ -123,7 +145,7 @@ class _StockLifter:
             if op.kind == "placeholder" and isinstance(op.value, str) and op.value.isidentifier()
         }
         env = self.lifter.run(ops, bound, sizes=lambda size: evaluate_size(size, symbols))
-        *_, value = self.lifter.outputs(ops, env)  # arguments that an operator may have written come before it
+        (value,) = self.lifter.outputs(_one_result(ops), env)
         return value
 
     def _bind(self, given: StockInput) -> Any:

@@ -445,6 +445,26 @@ def test_a_window_of_the_live_layer_is_seen() -> None:
     ]
 
 
+def returns(name: str):
+    """The engine's graph returns ``name`` before its result."""
+
+    def change(data: dict) -> None:
+        data["body"]["ops"][-1][3][0].insert(0, {"ref": name})
+
+    return change
+
+
+def test_a_written_argument_that_the_graph_returns_changes_nothing() -> None:
+    plain, more = load("eager_fp32_scales"), edited("eager_fp32_scales", returns("getitem_1"))
+    assert lift_stock(more, training("jet")).semantic_digest == lift_stock(plain, training("jet")).semantic_digest
+
+
+def test_a_second_result_is_refused_by_name() -> None:
+    """As of a model that gives hidden rows to a draft."""
+    with pytest.raises(StockCaptureError, match="the engine's graph returns embedding beside its result"):
+        lift_stock(edited("eager_fp32_scales", returns("embedding")), training("jet"))
+
+
 def test_attention_without_recorded_attributes_is_unknown() -> None:
     def change(data: dict) -> None:
         del data["attention"][1]
