@@ -34,3 +34,10 @@ def replay_step(model: torch.nn.Module, step: CapturedStep) -> PrecisionGraph:
         cases = [f"{name}: {'equal' if ok else 'DIFFERENT'}" for name, ok in checks.items()] + wrong[:5]
     replay = {"passed": passed, "cases": cases, "injected": []}
     return dataclasses.replace(step.graph, meta={**step.graph.meta, "replay": replay})
+
+
+def in_words(graph: PrecisionGraph) -> str:
+    """The outcome of the gate on a replayed graph, for its reader: what differs, not what is equal."""
+    outcome = graph.meta["replay"]
+    wrong = [case for case in outcome["cases"] if not case.endswith(": equal")]
+    return "its replay is equal" if outcome["passed"] else f"its REPLAY FAILED ({', '.join(wrong)})"

@@ -19,8 +19,7 @@ from transformers.utils import logging
 
 import jetgraph
 from jetgraph.compiler import CompileError
-from jetgraph.graph import PrecisionGraph
-from jetgraph.replay import replay_step
+from jetgraph.replay import in_words, replay_step
 from jetgraph.scoring import Rollout, mismatch, sampled_scores
 from jetgraph.trainer import capture_step
 
@@ -47,7 +46,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         graph = replay_step(model, step)
         graph.save(job["graph"])
         size = f"{len(graph.nodes)} nodes, {graph.num_edges} edges"
-        say(f"captured a step: {size}, {_replayed(graph)}, {time.perf_counter() - start:.0f} s")
+        say(f"captured a step: {size}, {in_words(graph)}, {time.perf_counter() - start:.0f} s")
     mismatches, logprobs, scores = {}, {}, {}
     for name, rollouts in job["rollouts"].items():
         start = time.perf_counter()
@@ -67,13 +66,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "mismatches": mismatches,
         "logprobs": logprobs,
     }
-
-
-def _replayed(graph: PrecisionGraph) -> str:
-    """The outcome of the gate in words; what differs, not what is equal."""
-    outcome = graph.meta["replay"]
-    differ = [case for case in outcome["cases"] if not case.endswith(": equal")]
-    return "its replay is equal" if outcome["passed"] else f"its REPLAY FAILED ({', '.join(differ)})"
 
 
 def say(text: str) -> None:

@@ -2,8 +2,8 @@
 
 torch hands FP32 and FP64 tensors on a CPU to MKL's vector functions, a part to each thread.  MKL 2024.2, which torch's
 wheels hold, chooses a function's kernel when it is first called, and if several threads make that call at once, one of
-them may run a kernel of low accuracy on its part, that one time (pytorch/pytorch#188792).  Measured on two cores, in 3
-of 100 new processes: half of a first `torch.cos` of 3,392 numbers up to 1.5e-4 wrong, the next call right.  The first
+them may run a kernel of low accuracy on its part, that one time (pytorch/pytorch#188792).  Measured on two cores, in 4
+of 285 new processes: half of a first `torch.cos` of 3,392 numbers up to 1.5e-4 wrong, the next call right.  The first
 step of a training process would hold other rotary angles than its second, and than the rollout.
 """
 
