@@ -8,7 +8,7 @@
 . "$(dirname "$0")/common.sh"
 begin "${1:-590}"
 step doctor 90 python3 -m jetgraph.cli doctor
-wanted a && step block 150 python3 -m benchmarks.block --arm bf16 --arm torchao --arm jet --json "$OUT/block.json" \
+wanted a && step block 300 python3 -m benchmarks.block --arm bf16 --arm torchao --arm jet --json "$OUT/block.json" \
   --memory "$OUT/memory.json"
 wanted b && step quant 60 python3 -m benchmarks.quant --json "$OUT/quant.json"
 wanted c && step scaling 100 python3 -m benchmarks.scaling --repeats 3 --json "$OUT/scaling.json"

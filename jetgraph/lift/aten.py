@@ -14,6 +14,7 @@ from jetgraph.layout import Value, clamped, is_token
 from jetgraph.lift.lifter import (
     Frame,
     Lifter,
+    LiftError,
     Nothing,
     QuantizedHalf,
     SequenceMask,
@@ -343,7 +344,12 @@ def _memory_order(lift: Lifter, value: Value, layout: list[int]) -> list[int]:
 
 @handles("aten.sym_size")
 def _sym_size(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
-    return lift.layouts.shape(args[0])[args[1]]
+    if isinstance(args[0], Value):
+        return lift.layouts.shape(args[0])[args[1]]
+    spec = frame.spec(op.args[0])  # codes, scales and masks have no axes of their own: they lie as they were traced
+    if spec is None:
+        raise LiftError("the size of something that no operator made")
+    return frame.sizes(spec.shape[args[1]])
 
 
 @handles("mul", "add", "floordiv", "sub")
