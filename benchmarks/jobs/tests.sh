@@ -5,9 +5,9 @@
 . "$(dirname "$0")/common.sh"
 begin "${1:-300}"
 step doctor 90 python3 -m jetgraph.cli doctor
-# a core in eight is left to Triton's own processes; a worker that took a thread of torch's and of Inductor's for every core
-# would make a dozen workers slower than one
+workers=$(($(nproc) * 7 / 8)) # a core in eight is left to Triton's own processes
+# A worker that took a thread of torch's and of Inductor's for every core would make a dozen workers slower than one.
+# nproc believes this variable, so it was asked before.
 export OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2
-workers=$(($(nproc) * 7 / 8))
-TAIL=60 step tests 600 python3 -m pytest -o addopts= -q -ra --tb=short --show-capture=no --durations=15 -p no:warnings -p no:cacheprovider \
+TAIL=60 step tests 400 python3 -m pytest -o addopts= -q -ra --tb=short --show-capture=no --durations=15 -p no:warnings -p no:cacheprovider \
   -n "$workers" --dist loadgroup "${@:2}" tests/gpu
