@@ -12,10 +12,12 @@ it operator by operator, as its graph says.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -55,6 +57,7 @@ class Execution:
 
     Private torch API used (same in 2.11–2.13): compile_fx_inner, select_decomp_table, inductor's config,
     node.meta["low_precision_pointwise_barrier"], node.meta["inductor_realize_to_strides"],
+    proxy_tensor._extract_tensor_metadata, torch._prims_common.is_non_overlapping_and_dense_or_false,
     torch._C._AutoDispatchBelowAutograd, torch._guards.detect_fake_mode.
     """
 
@@ -133,7 +136,8 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with detect_fake_mode(inputs) or contextlib.nullcontext():  # where sizes are fixed, a decomposition makes constants
+    # where sizes are fixed, a decomposition makes constants
+    with detect_fake_mode(inputs) or contextlib.nullcontext(), _layouts_unasked():
         decomposed = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
     for node in decomposed.graph.nodes:  # AOTAutograd's own tracing would mark them; ours comes after it
         if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
@@ -147,8 +151,44 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
         options["pattern_matcher"] = False
     # Inductor's cache on disk knows our operators by name alone, and its code expects results that lie as they did
     tag = f"{torch.compiler.config.cache_key_tag} jetgraph {sources()}"
-    with config.patch(options), torch.compiler.config.patch(cache_key_tag=tag):
+    with config.patch(options), torch.compiler.config.patch(cache_key_tag=tag), _layouts_unasked():
         return compile_fx_inner(decomposed, inputs)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _layouts_unasked() -> Iterator[None]:
+    """Ask of no result whether one of its sizes is 1; a symbolic size pays for each such question with a guard.
+
+    Scales [C, T / 128] in columns would cost a compile for up to 128 tokens and one for more.  make_fx asks whether
+    they are contiguous, for a note that nothing here reads.  Inductor asks whether a result is dense, and by its
+    strides alone it is.
+    """
+    from torch import _prims_common
+    from torch.fx.experimental import proxy_tensor
+
+    ask = _prims_common.is_non_overlapping_and_dense_or_false
+
+    def is_dense(x: Tensor) -> bool:
+        return _is_dense_for_every_size(x) or ask(x)
+
+    noted = functools.partial(proxy_tensor._extract_tensor_metadata, include_contiguity=False)
+    with (
+        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", noted),
+        mock.patch.object(_prims_common, "is_non_overlapping_and_dense_or_false", is_dense),
+    ):
+        yield
+
+
+def _is_dense_for_every_size(x: Tensor) -> bool:
+    """Whether the strides are, in some order, those of a contiguous tensor, whatever the symbolic sizes are."""
+    if any(isinstance(stride, torch.SymInt) for stride in x.stride()):
+        return False
+    expected: Any = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=operator.itemgetter(0)):
+        if isinstance(expected, torch.SymInt) or stride != expected:
+            return False
+        expected = stride * size
+    return True
 
 
 def _ours_reads(node: Node) -> bool:

@@ -172,3 +172,12 @@ def test_inductor_changes_no_forward_bit_and_its_graph_verifies():
     result = verify(graph, graph)
     assert "JG092" not in {fault.rule for fault in result.faults}
     assert result.verdict is Verdict.UNKNOWN  # a graph of training is no engine's
+
+
+@pytest.mark.slow
+def test_one_compile_serves_one_group_of_tokens_and_several():
+    """With 32 and 66 tokens the scales of the tokens' groups are one column, with 160 two, with 300 three."""
+    model = jetgraph.compile(random_model("qwen3", layers=1), "jet", codegen="inductor", fused=True)
+    for length in (16, 33, 80, 150, 64):
+        one_step(model, random_ids(model, 2, length))
+    assert model.jetgraph.num_compiles == 1
