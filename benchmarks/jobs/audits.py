@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from jetgraph_vllm import stock_settings
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  (two threads that import it at once break it)
 
 from benchmarks.arms import cache_options
 from benchmarks.gpu_time import device_name

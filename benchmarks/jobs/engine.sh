@@ -70,7 +70,7 @@ run() {
 
 if [ -n "${KIT:-}" ]; then # once a machine
   . benchmarks/jobs/prepare.sh
-  [ -d "$JETGRAPH_CACHE" ] || prepare
+  [ -f "$WORK/prepared" ] || { prepare && touch "$WORK/prepared"; }
 fi
 smollm2=()
 [ -f "${SMOLLM2:-}/config.json" ] && smollm2=(--smollm2 "$SMOLLM2")

@@ -103,7 +103,10 @@ def _changes(given: dict[str, torch.Tensor], name: str, codes: torch.Tensor, sca
 
 
 def rotary(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Any]:
-    """How many entries of the live tables differ from cos/sin(position · inv_freq), by where that is evaluated."""
+    """How many entries of the live tables differ from cos/sin(position · inv_freq), by where that is evaluated.
+
+    The engine's own device comes first: of a short table several formulas are true, and that one is what was done.
+    """
     tables = {n: b for n, b in model.named_buffers() if n.endswith("cos_sin_cache")}
     found = {}
     for name, live in tables.items():
@@ -111,7 +114,7 @@ def rotary(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, Any]:
         entry: dict[str, Any] = {"shape": list(live.shape), "dtype": str(live.dtype), "device": str(live.device)}
         entry["digest"] = tensor_digest(live)
         entry["formulas"] = []
-        places = ["cpu"] if live.device.type == "cpu" else ["cpu", live.device.type]
+        places = list(dict.fromkeys((live.device.type, "cpu")))
         for of_frequency in places:
             inv_freq = inverse_frequencies(config, size, of_frequency)
             for of_table in places:

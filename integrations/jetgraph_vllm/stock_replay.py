@@ -126,30 +126,42 @@ def _scores(steps: list[Step]) -> Iterator[None]:
 def block_mean(squares: Tensor, size: int, *, pairs: bool) -> Tensor:
     """Mean over runs of ``size`` of FP32 squares [R, n · size] → [R, n], summed as vLLM's CUDA norms sum.
 
-    A thread adds eight neighbours, one by one or (``pairs``) pair by pair; a warp of 32 threads adds as a binary tree;
-    the warps' sums are added one by one.  From csrc/libtorch_stable/layernorm_kernels.cu, csrc/type_convert.cuh and
-    cub's BLOCK_REDUCE_WARP_REDUCTIONS.  The square of a BF16 number is exact in FP32, so a fused multiply-add gives the
-    same bits; the division by ``size`` is exact for powers of two.
+    A thread takes runs of eight neighbours, a block of threads apart, and adds each one by one or (``pairs``) as a
+    sum of its own, pair by pair; a warp of 32 threads adds as a binary tree; the warps' sums are added one by one.  A
+    block has at most 1024 threads, or 256 if there are 256 sums or more: from 4,096 features a row's bits depend on it.
+    From csrc/libtorch_stable/layernorm_kernels.cu, csrc/type_convert.cuh and cub's BLOCK_REDUCE_WARP_REDUCTIONS.  The
+    square of a BF16 number is exact in FP32, so a fused multiply-add gives the same bits; the division by ``size`` is
+    exact for powers of two.
 
     Raises:
-        InterpretError: another size, where a thread would take several runs of eight, or the division would round.
+        InterpretError: another size, where a vector of eight would cross a row, or the division would round.
     """
-    if size & (size - 1) or not 8 <= size <= 2048:
-        raise InterpretError(f"a norm over {size} features: the order of its sum is known for powers of two, 8 to 2048")
-    lanes = squares.float().reshape(squares.shape[0], -1, size // 8, 8)
-    total = torch.zeros_like(lanes[..., 0])
-    for i in range(0, 8, 2):
+    if size & (size - 1) or size < 8:
+        raise InterpretError(f"a norm over {size} features: the order of its sum is known for powers of two from 8 up")
+    num_sums = squares.numel() // size
+    threads = min(size // 8, 1024 if num_sums < 256 else 256)
+    runs = squares.float().reshape(squares.shape[0], -1, size // 8 // threads, threads, 8).unbind(2)
+    total = torch.zeros_like(runs[0][..., 0])
+    for run in runs:
         if pairs:
-            total = total + (lanes[..., i] + lanes[..., i + 1])
+            total = total + _by_pairs(run)
         else:
-            total = (total + lanes[..., i]) + lanes[..., i + 1]
-    warps = total.unflatten(-1, (-1, min(32, size // 8)))
+            for i in range(8):
+                total = total + run[..., i]
+    warps = total.unflatten(-1, (-1, min(32, threads)))
     while warps.shape[-1] > 1:
         warps = warps[..., 0::2] + warps[..., 1::2]
     total = warps[..., 0, 0]
     for warp in range(1, warps.shape[-2]):
         total = total + warps[..., warp, 0]
     return total / size
+
+
+def _by_pairs(eight: Tensor) -> Tensor:
+    total = eight[..., 0] + eight[..., 1]
+    for i in range(2, 8, 2):
+        total = total + (eight[..., i] + eight[..., i + 1])
+    return total
 
 
 def deep_gemm(a: Quantized, b: Quantized, *, e8m0: bool) -> Tensor:

@@ -1,9 +1,10 @@
 """The row-invariant BF16 GEMM on tensor cores: the head and the unquantised linears, in training and in a rollout.
 
 A library picks its kernel by the number of rows, so a token's logits would have other last bits when it is decoded
-alone than in a training batch.  Here nothing depends on it: one tile and one binary for every M, K walked from 0
-upwards into one FP32 accumulator, nothing split along K.  A row of a tensor-core product is the sum of its own
-products, so its bits are those of (row, weight, bias) alone; tests/gpu/test_exact_ops.py checks 1 row to 32,768.
+alone than in a training batch.  Here a row's bits do not depend on it: K is walked from 0 upwards by the same steps
+into one FP32 accumulator, nothing split along K, in a tile for many rows as in one for few.  A row of a tensor-core
+product is the sum of its own products, so its bits are those of (row, weight, bias) alone; the self-test compares both
+tiles, tests/gpu/test_exact_ops.py 1 row to 32,768.
 
 Accumulation is the tensor core's: products exact, sums in FP32 with the hardware's own truncation.  The definition
 (`reference.row_tile_gemm`, FP32 on a CPU) has other last bits of FP32 and mostly the same BF16 number.
@@ -20,7 +21,9 @@ from jetgraph.lowering.reference import num_blocks
 from jetgraph.lowering.triton_launch import launch
 
 GEMM_TILE = (128, 128, 64, 8, 4)
-"""BLOCK_M, BLOCK_N, BLOCK_K, warps, stages: one tile for every M; `benchmarks.exact --sweep` times others."""
+"""BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; `benchmarks.exact --sweep` times others."""
+FEW_ROWS_TILE = (64, 128, 64, 4, 5)
+"""For a decoding batch, of at most BLOCK_M rows: the same BLOCK_K, hence the same bits."""
 SWIZZLE = 8
 
 
@@ -85,11 +88,12 @@ def row_tile_gemm(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     native: bool = True,
-    tile: tuple[int, int, int, int, int] = GEMM_TILE,
+    tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """`jetgraph::row_tile_gemm`: BF16 x [..., K] · weight [N, K]ᵀ (+ bias [N]) → BF16 [..., N]; any strides, any sizes.
 
     The bias is added in FP32, before the one rounding.  ``out_dtype`` FP32 leaves that out (the interpreter truncates).
+    ``tile`` is chosen by the number of rows.
 
     Raises:
         ValueError: an operand is not BF16, or the sizes do not fit together.
@@ -106,6 +110,8 @@ def row_tile_gemm(
     if not out.numel():
         return out.view(*x.shape[:-1], num_out)
     weight = same_start(weight)
+    if tile is None:
+        tile = FEW_ROWS_TILE if rows.shape[0] <= FEW_ROWS_TILE[0] else GEMM_TILE
     block_m, block_n, block_k, warps, stages = tile
     launch(
         bf16_gemm_kernel,

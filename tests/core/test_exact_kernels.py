@@ -240,10 +240,13 @@ def test_what_the_kernels_compile_to():  # [K9]
     from jetgraph.lowering import triton_bf16_gemm as gemm
 
     block_m, block_n, block_k, *launch = gemm.GEMM_TILE
+    few_m, few_n, few_k, *few_launch = gemm.FEW_ROWS_TILE
+    assert few_k == block_k  # steps of another length would be other sums
     flags = {"HAS_BIAS": True, "EVEN": True, "NATIVE": True, "BLOCK_K": block_k, "SWIZZLE": gemm.SWIZZLE}
     tile = triton_attention.ATTENTION_TILE
     kernels = {
         "gemm": (gemm.bf16_gemm_kernel, flags, (block_m, block_n, *launch)),
+        "gemm of few rows": (gemm.bf16_gemm_kernel, flags, (few_m, few_n, *few_launch)),
         "dense": (triton_attention_kernels.attention_kernel, HEADS | {"FIRST": False}, tile),
         "packed": (triton_attention_kernels.attention_kernel, HEADS | {"FIRST": True, "WINDOWED": True}, tile),
         "paged": (triton_attention_kernels.paged_attention_kernel, HEADS | {"PAGE": 16}, tile),
@@ -266,7 +269,9 @@ def test_what_the_kernels_compile_to():  # [K9]
         assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16", ptx), name
         assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx), name
         assert not re.search(r"\b(mul|add|sub)\.f32", ptx), name  # without .rn ptxas may contract them
-        assert set(re.findall(r"\bex2\.\S+", ptx)) == (set() if name == "gemm" else {"ex2.approx.ftz.f32"}), name
+        assert set(re.findall(r"\bex2\.\S+", ptx)) == (set() if name.startswith("gemm") else {"ex2.approx.ftz.f32"}), (
+            name
+        )
         mma = re.findall(r"^#mma = (.*)$", asm["ttgir"], re.M)
         sums = re.findall(r"\(tensor<\d+x64xf32, (#\w+)>\) -> tensor<\d+xf32", asm["ttgir"])
         layouts[name] = (*mma, *sorted(set(sums)))

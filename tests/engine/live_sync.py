@@ -299,8 +299,9 @@ class Run:
                 "update": raised(lambda: self.live.update(publish(self.trainer, 9))),
             }
             self.live.wake_up()
-            found[str(level)] |= {"woken": raised(self.rollout), "values": self.values()}
+            found[str(level)] |= {"values": self.values()}
             if level == 2:
+                found[str(level)] |= {"woken": raised(self.rollout)}
                 self.live.update(publish(self.trainer, 9))
             found[str(level)] |= self.exactness()
         self.found["sleep"] = found

@@ -372,24 +372,39 @@ def test_a_replay_that_differed_is_no_evidence() -> None:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("size", [8, 128, 512])
+@pytest.mark.parametrize("size", [8, 128, 512, 4096])
 def test_the_sum_of_a_norm_is_taken_in_the_kernels_order(size: int, pairs: bool) -> None:
     """Against the threads one by one, with shuffles as cub's WarpReduce makes them; another order has other bits."""
     torch.manual_seed(size)
-    numbers = torch.rand(10, size)
-    want = torch.stack([sum_by_threads(row, pairs) / size for row in numbers])
-    assert torch.equal(block_mean(numbers.reshape(5, 2 * size), size, pairs=pairs).flatten(), want)
+    numbers = torch.rand(max(10, size // 64), size)  # of long sums few show in the last bit how eight of them were added
+    want = torch.stack([sum_by_threads(row, pairs, 1024) / size for row in numbers])
+    assert torch.equal(block_mean(numbers.reshape(-1, 2 * size), size, pairs=pairs).flatten(), want)
     assert not torch.equal(block_mean(numbers.roll(3, 1), size, pairs=pairs)[:, 0], want)
     assert not torch.equal(block_mean(numbers, size, pairs=not pairs)[:, 0], want)
 
 
-def sum_by_threads(row: torch.Tensor, pairs: bool) -> torch.Tensor:
-    lanes = []
-    for eight in row.unflatten(0, (-1, 8)):
-        total = torch.tensor(0.0)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_from_256_rows_a_block_has_256_threads(pairs: bool) -> None:
+    """With 2,048 features it is one vector for each of them all the same; with 4,096 a thread adds two."""
+    torch.manual_seed(1)
+    for size, differs in ((2048, False), (4096, True)):
+        numbers = torch.rand(256, size)
+        many = block_mean(numbers, size, pairs=pairs)[:, 0]
+        few = block_mean(numbers[:255], size, pairs=pairs)[:, 0]
+        assert torch.equal(many[:3], torch.stack([sum_by_threads(row, pairs, 256) / size for row in numbers[:3]]))
+        assert torch.equal(few[:3], torch.stack([sum_by_threads(row, pairs, 1024) / size for row in numbers[:3]]))
+        assert torch.equal(many[:255], few) != differs
+
+
+def sum_by_threads(row: torch.Tensor, pairs: bool, block: int) -> torch.Tensor:
+    lanes = [torch.tensor(0.0)] * min(block, len(row) // 8)
+    for i, eight in enumerate(row.unflatten(0, (-1, 8))):
+        total = lanes[i % block]
+        own = torch.tensor(0.0)
         for x, y in eight.unflatten(0, (4, 2)):
-            total = total + (x + y) if pairs else total + x + y
-        lanes.append(total)
+            own = own + (x + y)
+            total = total + x + y
+        lanes[i % block] = lanes[i % block] + own if pairs else total
     warps = [lanes[i : i + 32] for i in range(0, len(lanes), 32)]
     for warp in warps:
         for offset in (1, 2, 4, 8, 16):
@@ -401,7 +416,7 @@ def sum_by_threads(row: torch.Tensor, pairs: bool) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("size", [576, 4096])
+@pytest.mark.parametrize("size", [4, 576])
 def test_a_norm_whose_order_is_not_known_is_refused(size: int) -> None:
     with pytest.raises(InterpretError, match="order of its sum"):
         block_mean(torch.ones(2, size), size, pairs=False)

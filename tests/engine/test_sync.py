@@ -159,9 +159,8 @@ def test_level_1_brings_the_weights_back(run):  # [W7]
     found = run["sleep"]["1"]
     assert "WeightsLost: the engine sleeps at level 1: wake it before generating" in found["asleep"]
     assert "SyncRefused: the engine sleeps at level 1: wake it, then send and commit" in found["update"]
-    assert found["woken"] == ""
     assert found["values"]["differing"] == found["values"]["moved"] == []
-    require_exact(found, 8)
+    require_exact(found, 8)  # cold: no block of K/V outlived the sleep, which gave their memory away
 
 
 @pytest.mark.gpu
