@@ -326,7 +326,7 @@ def diverge(
         str | None, typer.Option(help="the prompt: token ids 1,2,3 or a JSON file; else a fixed one")
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="list every root difference, not only the first")] = False,
-    device: Annotated[str, typer.Option(help="where graphs are run: the kind that they were captured on")] = "cpu",
+    device: Annotated[str, typer.Option(help="where training and graphs run: cpu or cuda, as the engine does")] = "cpu",
     policy: PolicyName = "jet",
     engine: Annotated[str, typer.Option(help="with a model folder: the rollout engine")] = "vllm",
     stock: Annotated[bool, typer.Option(help="with a model folder: engine as it is, torch's own kernels")] = False,

@@ -150,16 +150,18 @@ def in_live_engine(
 ) -> Findings:
     """Sample from a live engine, score with training, and say where the two part, in the engine and in the graphs.
 
-    ``prompt``, or the demo's; the first is run once more with hooks in the engine's modules, in small chunks and then
-    token by token.
+    ``prompt``, or the demo's, or random ones of a model without a tokenizer; the first is run once more with hooks in the engine's modules, in small chunks and then
+    token by token.  ``device`` is where training runs; the engine takes the machine's GPU if there is one.
 
     Raises:
         CannotRun: a node of a graph cannot be run, so no place can be named.
     """
     side = ModeSide(policy, stock)
-    prompts = demo_prompts(model_dir) if prompt is None else [prompt_ids(model_dir, prompt).tolist()]
+    asks = prompt is None and any(model_dir.glob("tokenizer*"))  # a random model has no tokenizer
+    prompts = demo_prompts(model_dir) if asks else [prompt_ids(model_dir, prompt).tolist()]
+    mode = Mode(policy, side, side)
     (report,) = run_modes(
-        model_dir, [Mode(policy, side, side)], prompts, work, engine=engine, max_tokens=max_tokens, say=say
+        model_dir, [mode], prompts, work, engine=engine, max_tokens=max_tokens, device=device, say=say
     )
     served = model_dir if stock else exported_folder(work, policy)
     say("recording one request at the borders of linears")

@@ -163,7 +163,8 @@ def _evaluate_frequencies(rotary: nn.Module, device: torch.device) -> None:
     """``inv_freq`` again, evaluated on ``device``: Hugging Face's loader makes it on the CPU, whose pow differs."""
     lies_on = rotary.inv_freq.device
     if "meta" not in (device.type, lies_on.type):
-        evaluated, _ = rotary.compute_default_rope_parameters(rotary.config, device)  # type: ignore[operator]
+        with device:  # transformers from 5.17 on moves there what it evaluates on the default device
+            evaluated, _ = rotary.compute_default_rope_parameters(rotary.config, device)  # type: ignore[operator]
         rotary.inv_freq = evaluated.to(lies_on)
 
 

@@ -103,11 +103,13 @@ def run_modes(
     *,
     engine: str = "vllm",
     max_tokens: int = 32,
+    device: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> list[ModeReport]:
     """Sample from each engine, score its samples with each trainer that is paired with it, and verify their graphs.
 
-    Every distinct engine and every distinct trainer is one process, started once; two run at a time.
+    Every distinct engine and every distinct trainer is one process, started once; two run at a time on a CPU, where none
+    takes what memory is left.  ``device`` is the trainers', and the engines' if they run on what the machine has.
     """
     work.mkdir(parents=True, exist_ok=True)
     plan = mixed_plan(prompts, max_tokens)
@@ -122,6 +124,7 @@ def run_modes(
             stock=side.stock,
             graph=graph,
             plans=[plan],
+            device=device,
             say=_named(say, f"{engine}, {side.label}"),
         )
 
@@ -134,11 +137,12 @@ def run_modes(
             "stock" if side.stock else "reference",
             graph=work / f"train-{side.label}.json",
             backward=not side.stock,
+            device=device,
             rollouts={m.name: engines[m.engine.key(rollout=True)].rollouts[plan.name] for m in paired},
             say=_named(say, f"trainer, {side.label}"),
         )
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=2 if device == "cpu" else 1) as pool:
         sides = _distinct([m.engine for m in modes], rollout=True)
         engines = dict(zip([s.key(rollout=True) for s in sides], pool.map(roll_out, sides), strict=True))
         sides = _distinct([m.trainer for m in modes], rollout=False)

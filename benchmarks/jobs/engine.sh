@@ -6,10 +6,11 @@
 #
 #   a  plugin: eager, pieces, full CUDA graphs, a spawned worker, `vllm serve`, bit for bit      (130)
 #   b  pair: trainer and our engine captured and verified       p  the same, stock engine followed    (150 each)
-#   c  audits of live engines, ours and stock (60)              d  weight sync into a live engine, sleep (150)
+#   c  audits of live engines, ours and stock (100)             d  weight sync into a live engine, sleep (150)
 #   m  mismatch: 3 or 4 pairs on one or two models (330)        f  the shortest of a and c, for another vLLM (90)
 #   r  speed of BF16, stock FP8, ours (300; timed)              i  speed of ours and batch-invariant (200; timed)
 #   s  what a sync costs (180; timed)
+#   v  diverge: a live engine, ours and stock in BF16, beside training; its engines take the whole GPU (150)
 #
 # Calls, most valuable first; each fits a machine of ten minutes, and r's and s's models stay in $WORK for the next call:
 #   engine.sh abpcd 360        engine.sh r,i 570        engine.sh m,s 570        engine.sh f 180 (with the other vLLM)
@@ -25,9 +26,9 @@ export TORCHINDUCTOR_COMPILE_THREADS=4 # of each of a dozen processes
 WORK=${WORK:-out/work}
 RESULTS=$(mktemp -d)
 mkdir -p "$WORK"
-small=4 tiny=() plugin=() followed=jet slower=1
+small=${SMALL:-4} device=cuda tiny=() plugin=() followed=jet slower=1
 # stock vLLM has no FP8 kernels on a CPU that training can follow
-[ -n "${TINY:-}" ] && small=2 tiny=(--tiny) plugin=(--longest 40 --tokens 8) followed=bf16 slower=4
+[ -n "${TINY:-}" ] && small=2 device=cpu tiny=(--tiny) plugin=(--longest 40 --tokens 8) followed=bf16 slower=4
 
 keep() { tar -C "$RESULTS" -czf "$OUT/engine.tar.gz" .; }
 logs=$(mktemp -d)
@@ -49,7 +50,7 @@ run() {
     b) try pair 270 python3 -m benchmarks.jobs.pair "$bf16" "$WORK/pair" "$out/pair" ;;
     p) try pair-stock 270 python3 -m benchmarks.jobs.pair "$bf16" "$WORK/pair-stock" "$out/pair-stock" \
       --engine vllm-stock --policy "$followed" ;;
-    c) try audits 150 python3 -m benchmarks.jobs.audits "$bf16" "$WORK" --json "$out/audits.json" ;;
+    c) try audits 240 python3 -m benchmarks.jobs.audits "$bf16" "$WORK" --json "$out/audits.json" ;;
     d) try sync-live 270 python3 -m pytest -o addopts= -q -ra --tb=short -p no:cacheprovider -p no:warnings \
       --basetemp "$WORK/sync" tests/engine/test_sync.py ;;
     m) try mismatch 420 python3 -m benchmarks.mismatch "${tiny[@]}" "${smollm2[@]}" --work "$WORK/mismatch" \
@@ -60,6 +61,11 @@ run() {
       --arms jet "jet, batch-invariant" --json "$out/rollout_invariant.json" ;;
     s) try sync 300 python3 -m benchmarks.sync "${tiny[@]}" --work "$WORK/speed" --staging device --turns 3 \
       --json "$out/sync.json" ;;
+    v)
+      try diverge 180 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --work "$WORK/diverge"
+      try diverge-stock 180 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --policy bf16 --stock \
+        --work "$WORK/diverge" # 1: it differs, and where is named
+      ;;
     f)
       try plugin 150 python3 -m benchmarks.jobs.plugin "$jet" "${plugin[@]}" --arms eager full --json "$out/plugin.json"
       try audits 90 python3 -m benchmarks.jobs.audits "$bf16" "$WORK" --arms ours --json "$out/audits.json"
@@ -76,7 +82,7 @@ smollm2=()
 [ -f "${SMOLLM2:-}/config.json" ] && smollm2=(--smollm2 "$SMOLLM2")
 
 for group in ${STEPS//,/ }; do
-  [[ $group == *[abpcdf]* ]] && models
+  [[ $group == *[abpcdfv]* ]] && models
   if ((${#group} == 1)); then
     run "$group"
   else # each with a log of its own, so that they do not mix

@@ -5,6 +5,8 @@ T tokens, K input features, N output features of a part.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,8 +74,7 @@ class Fp8BlockLinearMethod(LinearMethodBase):
 
     def renew(self, layer: torch.nn.Module) -> None:
         """What is derived from the numbers of the weight, which have changed."""
-        for part in self.parts:
-            pin(layer.weight.data[slice(*part.rows)], self.group)
+        pin(layer.weight.data, self.parts, self.group)
 
     def _choose(self, layer: torch.nn.Module) -> dict[Part, str]:
         """What each GEMM computes, and its provider.
@@ -149,8 +150,7 @@ class RowTileLinearMethod(LinearMethodBase):
         self.renew(layer)
 
     def renew(self, layer: torch.nn.Module) -> None:
-        for part in self.parts:
-            pin(layer.weight.data[slice(*part.rows)])
+        pin(layer.weight.data, self.parts)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         outs = []
@@ -175,10 +175,11 @@ class RowTileEmbeddingMethod(UnquantizedEmbeddingMethod):
         return torch.ops.jetgraph.row_tile_gemm(x, layer.weight, bias)
 
 
-def pin(weight: Tensor, group: int = reference.GROUP) -> None:
-    """Keep the widened weight that the reference kernels multiply by; a GPU's kernels read the weight itself."""
+def pin(weight: Tensor, parts: Iterable[Part] = (), group: int = reference.GROUP) -> None:
+    """Keep the widened weight, part by part, that the reference kernels multiply by; a GPU's read the weight itself."""
     if weight.device.type == "cpu":
-        reference.pin_weight(weight, group)
+        for rows in [slice(*part.rows) for part in parts] or [slice(None)]:
+            reference.pin_weight(weight[rows], group)
 
 
 def starts_without_weights() -> bool:

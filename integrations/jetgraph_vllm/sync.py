@@ -129,6 +129,8 @@ class ModelStore:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.slots, self.aliases = slots_of(model)
+        methods = [(getattr(module, "quant_method", None), module) for module in model.modules()]
+        self._ours = [(m, module) for m, module in methods if type(m).__module__.startswith("jetgraph_vllm.")]
 
     def rest(self) -> dict[str, torch.Tensor]:
         """Live tensors that no update writes, by name: rotary tables, scales of the KV cache."""
@@ -141,10 +143,8 @@ class ModelStore:
 
     def refresh(self) -> None:
         """Our methods keep images of their weights; stock ones that `slots_of` accepts keep nothing."""
-        for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
-            if type(method).__module__.startswith("jetgraph_vllm."):
-                method.renew(module)
+        for method, module in self._ours:
+            method.renew(module)
 
 
 class VllmStore(ModelStore):

@@ -2,7 +2,7 @@
 
 A transaction moves no live byte before its last check has passed.  The old bytes are copied while they still serve, so
 a flip that fails half-way is taken back, and the flip itself, in which no step can run, is one copy and one sum of what
-it wrote.  Addresses never change (CUDA graphs and merged weights hold them), and the version is one assignment, after
+it wrote (on a GPU one launch each, `Together`).  Addresses never change (CUDA graphs and merged weights hold them), and the version is one assignment, after
 all bytes.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from jetgraph.digest import tensor_digests
 from jetgraph.sync.manifest import Manifest, SyncRefused, TensorSpec, WeightsLost, check_pairs, some
 from jetgraph.sync.store import CommitReport, Slot, ValueReport, WeightStore
+from jetgraph.sync.together import Together
 
 
 class Receiver:
@@ -176,6 +177,7 @@ class Transaction:
         num_bytes = sum(tensor.nbytes for tensor in self.staged.values())
         with self._room("the update and the bytes that it replaces"):
             old = {name: torch.empty_like(new).copy_(slots[name].live) for name, new in self.staged.items()}
+            together = Together.prepare({name: slot.live for name, slot in slots.items()}, self.staged)
         sums = word_sums(self.staged)
         synchronize(slots.values())
         start = time.perf_counter()
@@ -184,7 +186,7 @@ class Transaction:
         except SyncRefused:
             self.abort()
             raise
-        self._flip(accepted, old, sums)
+        self._flip(accepted, old, sums, together)
         stall = time.perf_counter() - start
         self.abort()  # the old version's bytes are of no more use
         return CommitReport(self.version, len(slots), num_bytes, time.perf_counter() - self._start, stall, changed)
@@ -256,7 +258,9 @@ class Transaction:
 
     # --------------------------------------------------------------------------------------------------------- flip
 
-    def _flip(self, accepted: Manifest, old: Mapping[str, Tensor], sums: Mapping[str, int]) -> None:
+    def _flip(
+        self, accepted: Manifest, old: Mapping[str, Tensor], sums: Mapping[str, int], together: Together | None
+    ) -> None:
         """Write every staged tensor over the live one; the version is the last thing that changes.
 
         Raises:
@@ -266,11 +270,16 @@ class Transaction:
         receiver, slots = self.receiver, self.receiver.store.slots
         done: list[str] = []
         try:
+            if together is not None:
+                done.extend(together.names)
+                write_together(together)
+            written = set(done)
             for name, slot in slots.items():
-                done.append(name)
-                write(slot.live, self.staged[name], name)
-            require_written(slots, sums)
-            receiver.store.refresh()
+                if name not in written:
+                    done.append(name)
+                    write(slot.live, self.staged[name], name)
+            receiver.store.refresh()  # a GPU writes meanwhile
+            require_written(slots, sums, together)
             synchronize(slots.values())
             receiver.manifest, receiver.serving = accepted, True
         except BaseException as error:
@@ -298,12 +307,18 @@ def write(live: Tensor, new: Tensor, name: str) -> None:
         live.copy_(new)
 
 
-def require_written(slots: Mapping[str, Slot], sums: Mapping[str, int]) -> None:
+def write_together(together: Together) -> None:
+    """In place, all at once; here for whoever watches."""
+    together.copy()
+
+
+def require_written(slots: Mapping[str, Slot], sums: Mapping[str, int], together: Together | None) -> None:
     """A write that was not one must not become a version.
 
     Compared are sums of words, one read of the memory and one answer for all tensors: the engine waits meanwhile.
     """
-    found = word_sums({name: slot.live for name, slot in slots.items()})
+    found = {} if together is None else together.sums()
+    found |= word_sums({name: slot.live for name, slot in slots.items() if name not in found})
     if wrong := [name for name in slots if found[name] != sums[name]]:
         raise RuntimeError(f"{wrong[0]} did not take the bytes it was given ({len(wrong)} of {len(slots)} tensors)")
 

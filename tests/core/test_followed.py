@@ -116,6 +116,24 @@ def test_frequencies_are_evaluated_again_where_they_lie():
     assert "inv_freq" not in model.state_dict()
 
 
+def test_frequencies_are_evaluated_on_the_device_that_is_named(monkeypatch):
+    """transformers 5.17 evaluates on the default device and moves the result, which would be the CPU's `pow` (F10)."""
+    model = random_model("qwen3", layers=1)
+    rotary = model.model.rotary_emb
+    evaluate = type(rotary).compute_default_rope_parameters
+
+    def as_in_5_17(config, device=None):
+        frequencies = 1.0 / (1e4 ** (torch.arange(0, 32, 2, dtype=torch.float) / 32))
+        evaluated_on.append(frequencies.device)
+        return evaluate(config, device)
+
+    evaluated_on: list[torch.device] = []
+    monkeypatch.setattr(type(rotary), "compute_default_rope_parameters", staticmethod(as_in_5_17))
+    with torch.device("meta"):
+        follow(model, torch.device("cpu"))
+    assert evaluated_on == [torch.device("cpu")]
+
+
 @pytest.mark.parametrize(
     ("family", "named"),
     [

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetgraph.lowering import reference, triton_gemm, triton_quantize, triton_rows
+from jetgraph.lowering import reference, triton_copy, triton_gemm, triton_quantize, triton_rows
+from jetgraph.sync.receiver import word_sums
+from jetgraph.sync.together import Together
 
 JET = (448.0, 1e-12, "div", False)
 RULES = [(448.0, 1e-4, d, p) for d, p in itertools.product(["div", "mul1/s", "mulq/a"], [False, True])]
@@ -113,3 +115,31 @@ def test_row_means(length):
 def test_row_means_refuse_what_is_not_fp32():
     with pytest.raises(ValueError, match=r"row_mean got torch.bfloat16 \[2, 8\]; expected torch.float32"):
         triton_rows.row_mean(torch.zeros(2, 8).bfloat16())
+
+
+def test_tensors_written_together(monkeypatch):
+    """Several chunks of one tensor, ends within a block, a row of a merged weight; what has no whole words is left."""
+    monkeypatch.setattr(triton_copy, "CHUNK", 100)
+    monkeypatch.setattr(triton_copy, "BLOCK", 64)
+    merged = random(6, 400)
+    live = {
+        "long": torch.zeros(2003, dtype=torch.float64),
+        "rows": merged[2:4],
+        "short": torch.zeros(8, dtype=torch.uint8),
+        "odd": torch.zeros(3, dtype=torch.float32),
+        "strided": torch.zeros(16, 16)[:, :8],
+    }
+    new = {n: torch.arange(1.0, t.numel() + 1).to(t.dtype).reshape(t.shape) for n, t in live.items()}
+    new["long"] = -new["long"]  # sums beyond 2^63
+    before = merged.clone()
+    together = Together.on_device(live, new, torch.device("cpu"))
+    assert together is not None
+    assert together.names == ("long", "rows", "short")
+    together.copy()
+    for name in together.names:
+        assert torch.equal(live[name], new[name])
+    assert not live["odd"].any()
+    assert not live["strided"].any()
+    assert torch.equal(merged[:2], before[:2])
+    assert torch.equal(merged[4:], before[4:])
+    assert together.sums() == together.sums() == word_sums({name: new[name] for name in together.names})

@@ -210,14 +210,19 @@ class Run:
                 raise RuntimeError(f"{name}: the device fell off")
             write(live, new, name)
 
-        receiver_module.write = fails_at_the_ninth
+        def fails_when_all_is_written(together: Any) -> None:  # on a GPU, where one launch writes everything
+            write_together(together)
+            raise RuntimeError("the device fell off")
+
+        write_together = receiver_module.write_together
+        receiver_module.write, receiver_module.write_together = fails_at_the_ninth, fails_when_all_is_written
         try:
             send(publish(other, 8, "jet"), self.live)
             raised = ""
         except SyncRefused as error:
             raised = str(error)
         finally:
-            receiver_module.write = write
+            receiver_module.write, receiver_module.write_together = write, write_together
         self.found["refused"]["interrupted flip"] = self._after(raised)
 
     def _after(self, raised: str) -> dict[str, Any]:

@@ -376,7 +376,7 @@ def test_a_replay_that_differed_is_no_evidence() -> None:
 def test_the_sum_of_a_norm_is_taken_in_the_kernels_order(size: int, pairs: bool) -> None:
     """Against the threads one by one, with shuffles as cub's WarpReduce makes them; another order has other bits."""
     torch.manual_seed(size)
-    numbers = torch.rand(max(10, size // 64), size)  # of long sums few show in the last bit how eight of them were added
+    numbers = torch.rand(max(10, size // 64), size)  # few long sums show how eight numbers were added
     want = torch.stack([sum_by_threads(row, pairs, 1024) / size for row in numbers])
     assert torch.equal(block_mean(numbers.reshape(-1, 2 * size), size, pairs=pairs).flatten(), want)
     assert not torch.equal(block_mean(numbers.roll(3, 1), size, pairs=pairs)[:, 0], want)
