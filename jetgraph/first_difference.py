@@ -150,8 +150,9 @@ def in_live_engine(
 ) -> Findings:
     """Sample from a live engine, score with training, and say where the two part, in the engine and in the graphs.
 
-    ``prompt``, or the demo's, or random ones of a model without a tokenizer; the first is run once more with hooks in the engine's modules, in small chunks and then
-    token by token.  ``device`` is where training runs; the engine takes the machine's GPU if there is one.
+    ``prompt``, or the demo's, or a random one for a model without a tokenizer; the first is run once more with hooks in
+    the engine's modules, in small chunks and then token by token.  ``device`` is where training runs; the engine takes
+    the machine's GPU if there is one.
 
     Raises:
         CannotRun: a node of a graph cannot be run, so no place can be named.

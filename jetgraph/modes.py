@@ -108,8 +108,8 @@ def run_modes(
 ) -> list[ModeReport]:
     """Sample from each engine, score its samples with each trainer that is paired with it, and verify their graphs.
 
-    Every distinct engine and every distinct trainer is one process, started once; two run at a time on a CPU, where none
-    takes what memory is left.  ``device`` is the trainers', and the engines' if they run on what the machine has.
+    Every distinct engine and every distinct trainer is one process, started once; two run at a time on a CPU, where
+    none takes what memory is left.  ``device`` is the trainers'; an engine runs on what the machine has.
     """
     work.mkdir(parents=True, exist_ok=True)
     plan = mixed_plan(prompts, max_tokens)

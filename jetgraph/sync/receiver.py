@@ -2,8 +2,8 @@
 
 A transaction moves no live byte before its last check has passed.  The old bytes are copied while they still serve, so
 a flip that fails half-way is taken back, and the flip itself, in which no step can run, is one copy and one sum of what
-it wrote (on a GPU one launch each, `Together`).  Addresses never change (CUDA graphs and merged weights hold them), and the version is one assignment, after
-all bytes.
+it wrote; on a GPU each is one launch (`Together`).  Addresses never change (CUDA graphs and merged weights hold them),
+and the version is one assignment, after all bytes.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import jetgraph
 from jetgraph.errors import CompileError
 from jetgraph.export import export_checkpoint
+from jetgraph import followed
 from jetgraph.followed import ENGINES, follow, get_followed
 from jetgraph.pair import verify_model
 from jetgraph.policy import BLOCK_LINEARS, FP8Recipe, Policy, PolicyError, Rule, get_policy
@@ -130,7 +131,7 @@ def test_frequencies_are_evaluated_on_the_device_that_is_named(monkeypatch):
     evaluated_on: list[torch.device] = []
     monkeypatch.setattr(type(rotary), "compute_default_rope_parameters", staticmethod(as_in_5_17))
     with torch.device("meta"):
-        follow(model, torch.device("cpu"))
+        followed._evaluate_frequencies(rotary, torch.device("cpu"))
     assert evaluated_on == [torch.device("cpu")]
 
 
