@@ -59,7 +59,7 @@ run() {
       --json "$out/rollout.json" ;;
     i) try rollout-invariant 330 python3 -m benchmarks.rollout "${tiny[@]}" --work "$WORK/speed" \
       --arms jet "jet, batch-invariant" --json "$out/rollout_invariant.json" ;;
-    s) try sync 300 python3 -m benchmarks.sync "${tiny[@]}" --work "$WORK/speed" --staging device --turns 3 \
+    s) try sync 300 python3 -m benchmarks.sync "${tiny[@]}" --work "$WORK/speed" --staging device --turns "${TURNS:-3}" \
       --json "$out/sync.json" ;;
     v)
       try diverge 180 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --work "$WORK/diverge"

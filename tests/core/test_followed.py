@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import jetgraph
+from jetgraph import followed
 from jetgraph.errors import CompileError
 from jetgraph.export import export_checkpoint
-from jetgraph import followed
 from jetgraph.followed import ENGINES, follow, get_followed
 from jetgraph.pair import verify_model
 from jetgraph.policy import BLOCK_LINEARS, FP8Recipe, Policy, PolicyError, Rule, get_policy
