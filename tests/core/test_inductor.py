@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import jetgraph
 from jetgraph.codegen import Execution, _is_random_state, inexact_calls, same_bits
+from jetgraph.replay import replay_step
 from jetgraph.trainer import capture_step
 from jetgraph.verify import Verdict, verify
 from tests.core.small_models import one_step, random_ids, random_model
@@ -172,6 +173,18 @@ def test_inductor_changes_no_forward_bit_and_its_graph_verifies():
     result = verify(graph, graph)
     assert "JG092" not in {fault.rule for fault in result.faults}
     assert result.verdict is Verdict.UNKNOWN  # a graph of training is no engine's
+
+
+@pytest.mark.slow
+def test_a_backward_graph_that_is_compiled_while_a_step_is_captured():
+    """AOTAutograd compiles some backward graphs when they first run; the recorder must not see their tracing."""
+    model = jetgraph.compile(random_model("llama", layers=1), "bf16", provider="stock", codegen="inductor")
+    packed = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    for shape, positions in (((2, 29), None), ((1, 17), packed)):  # a mask makes a second compile, of symbolic sizes
+        step = capture_step(model.jetgraph, random_ids(model, *shape), position_ids=positions)
+        replay = replay_step(model, step).meta["replay"]
+        assert replay["passed"], (shape, replay["cases"])
+    assert model.jetgraph.codegens()["model.layers.0 backward"] == "inductor"
 
 
 @pytest.mark.slow
