@@ -68,6 +68,8 @@ class Sequences:
 
     def recognise(self, tensor: Tensor) -> SequenceStarts | SequenceMask | None:
         """What this tensor of the captured step is seen to hold, for every token that is no padding; else None."""
+        if tensor.ndim == 4 and tensor.stride(1) == 0:  # one mask that torch shows to every head
+            tensor = tensor[:, :1]
         shape, tensor = self.starts.shape, tensor.cpu()
         if tensor.dtype is torch.int64 and tensor.shape == shape:
             return SequenceStarts() if torch.equal(tensor[self.real], self.starts[self.real]) else None

@@ -5,6 +5,9 @@ T = B·S tokens in B rows, H query and Hkv key heads of size D; n queries are th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,10 +21,9 @@ aten = torch.ops.aten
 def attention(node: Node, q: Tensor, k: Tensor, v: Tensor, batch: Batch = ONE_SEQUENCE) -> Tensor:
     """[B·n, H·D] for q [B·n, H·D] and k, v [B·L, Hkv·D]."""
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
-    if node.kernel == "jetgraph::attention":
+    if _ours(node, q):
         return torch.ops.jetgraph.attention(*heads, *_options(node), batch.first)[0].flatten(2).flatten(0, 1)
-    out = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, **_stock_options(node, batch))[0]
-    return _by_token(out)
+    return _by_token(_stock(node).forward(*heads, **_stock_options(node, batch))[0])
 
 
 def attention_backward(
@@ -30,18 +32,23 @@ def attention_backward(
     """(dq, dk, dv) for grad [T, H·D]."""
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
     d_out = _by_head(node, grad, batch)
-    if node.kernel == "jetgraph::attention_backward":
+    if _ours(node, q):
         options = *_options(node), batch.first
         forward = torch.ops.jetgraph.attention(*heads, *options)
         grads = torch.ops.jetgraph.attention_backward(d_out.transpose(1, 2), *heads, *forward, *options)
     else:
-        options = _stock_options(node, batch)
-        forward = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, **options)
-        causal = options.pop("is_causal")
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out, *heads, *forward, 0.0, causal, **options
-        )
+        stock, options = _stock(node), _stock_options(node, batch)
+        grads = stock.backward(d_out, *heads, stock.forward(*heads, **options), **options)
     return tuple(_by_token(g) for g in grads)
+
+
+def _ours(node: Node, q: Tensor) -> bool:
+    """Whether our operator runs it: its own nodes, and on a GPU those of an engine's kernel, which has none here."""
+    return str(node.kernel).startswith("jetgraph::") or (q.is_cuda and _name(node) not in STOCK)
+
+
+def _name(node: Node) -> str:
+    return str(node.kernel).removesuffix("_backward")
 
 
 def _by_head(node: Node, x: Tensor, batch: Batch) -> Tensor:
@@ -65,4 +72,79 @@ def _stock_options(node: Node, batch: Batch) -> dict:
     mask = batch.masks.get(window)
     if mask is not None and mask.dtype is torch.bool:  # as torch's own scaled_dot_product_attention converts it
         mask = torch.zeros(mask.shape, dtype=torch.bfloat16, device=mask.device).masked_fill(~mask, float("-inf"))
-    return {"is_causal": mask is None and node.attr("mask") == "causal", "attn_mask": mask, "scale": scale}
+    return {"causal": mask is None and node.attr("mask") == "causal", "mask": mask, "scale": scale}
+
+
+# ----------------------------------------------------------------------------------------------------------- torch's
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def _cpu_backward(grad, q, k, v, forward, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, *forward, 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: None, scale: float) -> tuple:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+
+
+def _flash_backward(grad, q, k, v, forward, *, causal: bool, mask: None, scale: float) -> tuple:
+    out, logsumexp, *sizes, seed, offset, _debug = forward
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, logsumexp, *sizes, 0.0, causal, seed, offset, scale=scale
+    )
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
+    k, v = _repeated(k, q), _repeated(v, q)
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
+
+
+def _efficient_backward(grad, q, k, v, forward, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
+    which = [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, mask, *forward, 0.0, which, causal, scale=scale
+    )[:3]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
+
+
+def _cudnn_backward(grad, q, k, v, forward, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
+    out, logsumexp, *sizes, seed, offset, _debug = forward
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, logsumexp, seed, offset, mask, *sizes, 0.0, causal, scale=scale
+    )
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """K or V with a head for each of the queries': this kernel knows no groups."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+class Stock(NamedTuple):
+    """A kernel of torch's `scaled_dot_product_attention` and its gradient, without dropout, on [B, H, S, D].
+
+    ``backward`` takes the gradient, q, k, v and everything that ``forward`` returned.
+    """
+
+    forward: Callable[..., tuple]
+    backward: Callable[..., tuple]
+
+
+STOCK = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Stock(_cpu, _cpu_backward),
+    "aten::_scaled_dot_product_flash_attention": Stock(_flash, _flash_backward),
+    "aten::_scaled_dot_product_efficient_attention": Stock(_efficient, _efficient_backward),
+    "aten::_scaled_dot_product_cudnn_attention": Stock(_cudnn, _cudnn_backward),
+}
+
+
+def _stock(node: Node) -> Stock:
+    """Torch's kernel that ran; for an engine's on a CPU, torch's there."""
+    return STOCK.get(_name(node), Stock(_cpu, _cpu_backward))

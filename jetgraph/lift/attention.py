@@ -76,7 +76,7 @@ def _gradients(
     builder, layouts = lift.builder, lift.layouts
     node = builder.intern("attention_backward", (grad, *qkv), attrs, builder.nodes[qkv[0]].type.shape, F32, kernel)
     grads = []
-    for index, (operand, spec) in enumerate(zip(qkv, op.value, strict=True)):
+    for index, (operand, spec) in enumerate(zip(qkv, op.value[:3], strict=True)):
         pick = builder.intern("pick", (node,), {"index": index}, builder.nodes[operand].type.shape, BF16)
         batch, heads, length, size = (frame.sizes(n) for n in spec.shape)
         value = layouts.view(layouts.token_matrix(pick), (batch, length, heads, size))
@@ -123,38 +123,60 @@ def _jetgraph_attrs(lift: Lifter, q: Value, k: Value, options: list) -> dict[str
     return attention_attrs(*_heads(lift, q, k), scale, window=window, softcap=softcap)
 
 
-# ------------------------------------------------------------------------------------------------------ torch's, CPU
+# ----------------------------------------------------------------------------------------------------------- torch's
 
-SDPA = "aten._scaled_dot_product_flash_attention_for_cpu"
+CPU_SDPA = "aten._scaled_dot_product_flash_attention_for_cpu"
+FLASH, EFFICIENT, CUDNN = (f"aten._scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn"))
+SDPA = {
+    CPU_SDPA: ("dropout_p", "is_causal"),
+    FLASH: ("dropout_p", "is_causal", "return_debug_mask"),
+    EFFICIENT: ("attn_mask", "compute_log_sumexp", "dropout_p", "is_causal"),
+    CUDNN: ("attn_mask", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask"),
+}
+"""By kernel, what its schema has by position after query, key and value; ``attn_bias`` is called attn_mask here."""
+SEEDS, SIZES = ("philox_seed", "philox_offset"), ("cum_seq_q", "cum_seq_k", "max_q", "max_k")
+SDPA_BACKWARD = {
+    CPU_SDPA: ("dropout_p", "is_causal"),
+    FLASH: (*SIZES, "dropout_p", "is_causal", *SEEDS),
+    EFFICIENT: (*SEEDS, "dropout_p", "grad_input_mask", "is_causal"),
+    CUDNN: (*SEEDS, "attn_mask", *SIZES, "dropout_p", "is_causal"),
+}
+"""The same of its gradient, after grad_out, query, key, value, (EFFICIENT: the mask,) out and logsumexp."""
 
 
-@handles(SDPA)
+@handles(*SDPA)
 def _sdpa(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs, scale=..., attn_mask=...)
+    kernel = op.target.rsplit(".", 1)[0]
     q, k, v, *options = args
     k, v = _once(lift, k), _once(lift, v)
-    attrs = _sdpa_attrs(lift, q, k, options, kwargs)
-    term = attention(lift, _tokens_of(lift, q, k, v), attrs, SDPA.replace(".", "::"))
+    attrs = _sdpa_attrs(lift, q, k, dict(zip(SDPA[kernel], options, strict=False)) | kwargs)
+    term = attention(lift, _tokens_of(lift, q, k, v), attrs, kernel.replace(".", "::"))
     batch, heads, length, head_dim = lift.layouts.shape(q)
     out = lift.layouts.view(lift.layouts.token_matrix(term), (batch, length, heads, head_dim))
-    return lift.layouts.permute(out, (0, 2, 1, 3)), None
+    return lift.layouts.permute(out, (0, 2, 1, 3)), *[None for _ in op.value[1:]]
 
 
-@handles(SDPA + "_backward")
+@handles(*(f"{kernel}_backward" for kernel in SDPA))
 def _sdpa_backward(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
     only(kwargs, scale=..., attn_mask=...)
-    grad, q, k, v, _out, _logsumexp, *options = args  # out and logsumexp are functions of q, k, v
-    attrs = _sdpa_attrs(lift, q, k, options, kwargs)
-    kernel = (SDPA + "_backward").replace(".", "::")
-    return _gradients(lift, frame, op, _by_token(lift, grad), _tokens_of(lift, q, k, v), attrs, kernel)
+    kernel = op.target.rsplit(".", 1)[0]
+    forward = kernel.removesuffix("_backward")
+    grad, q, k, v, *others = args
+    given = {"attn_mask": others.pop(0)} if forward == EFFICIENT else {}
+    _out, _logsumexp, *options = others  # functions of q, k and v, as seeds of no dropout and sizes are
+    given |= dict(zip(SDPA_BACKWARD[forward], options, strict=False)) | kwargs
+    attrs = _sdpa_attrs(lift, q, k, given)
+    qkv = _tokens_of(lift, q, k, v)
+    grads = _gradients(lift, frame, op, _by_token(lift, grad), qkv, attrs, kernel.replace(".", "::"))
+    return *grads, *[None for _ in op.value[3:]]  # a mask's gradient, which nobody asked for
 
 
-def _sdpa_attrs(lift: Lifter, q: Value, k: Value, options: list, kwargs: dict[str, Any]) -> dict[str, Attr]:
-    """SDPA's options: dropout probability and is_causal by position, attn_mask and scale by keyword."""
-    dropout, causal = (*options, *(0.0, False)[len(options) :])
-    refuse_unless(dropout == 0.0, "attention dropout")
+def _sdpa_attrs(lift: Lifter, q: Value, k: Value, options: dict[str, Any]) -> dict[str, Attr]:
+    """What SDPA's options say; those that are left out have their schema's defaults."""
+    refuse_unless(options.get("dropout_p", 0.0) == 0.0, "attention dropout")
     refuse_other_rows(lift, q, k)
-    scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
+    causal, scale, mask = options.get("is_causal", False), options.get("scale"), options.get("attn_mask")
     if scale is None:
         scale = lift.layouts.shape(q)[3] ** -0.5
     heads = _heads(lift, q, k)

@@ -149,6 +149,69 @@ def test_what_is_not_proven_is_unknown(first, rows):
     assert any("jetgraph.attention" in name for name in lifter.unknown)
 
 
+# ------------------------------------------------------------------------------------------------- torch's attention
+
+SDPA = torch.ops.aten
+
+
+def sdpa(name, q, k, v, grad, mask):
+    """Out and gradients of one of torch's kernels, called as its schema says."""
+    if name == "flash":
+        out, *rest, _debug = SDPA._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=0.5)
+        lse, *sizes, seed, offset = rest
+        return out, *SDPA._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *sizes, 0.0, True, seed, offset, scale=0.5
+        )
+    if name == "efficient":
+        out, *rest = SDPA._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, mask is None, scale=0.5)
+        return out, *SDPA._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, mask, out, *rest, 0.0, [True, True, True, False], mask is None, scale=0.5
+        )[:3]
+    out, lse, *sizes, seed, offset, _debug = SDPA._scaled_dot_product_cudnn_attention(
+        q, k, v, mask, True, 0.0, mask is None, scale=0.5
+    )
+    return out, *SDPA._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, seed, offset, mask, *sizes, 0.0, mask is None, scale=0.5
+    )
+
+
+@pytest.mark.parametrize(("name", "masked"), [
+    ("flash", False), ("efficient", False), ("efficient", True), ("cudnn", False), ("cudnn", True),
+])  # fmt: skip
+def test_the_attention_that_torch_runs_on_a_gpu_is_lifted(name, masked):
+    shape = (2, 3, 8, 64)
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4)]
+    mask = torch.empty(2, 1, 8, 8, dtype=torch.bfloat16, device="meta") if masked else None
+    ops = record_graph(make_fx(lambda *given: sdpa(name, *given))(*tensors, mask))
+    builder = TermBuilder()
+    lifter = Lifter(builder, (2, 8))
+    bound = {}
+    for op, what in zip(ops, ("q", "k", "v", "grad"), strict=False):
+        term = builder.intern("input", (), {"name": what}, ("T", 3 * 64), BF16)
+        flat = lifter.layouts.view(lifter.layouts.token_matrix(term), (2, 8, 3, 64))
+        bound[op.name] = lifter.layouts.permute(flat, (0, 2, 1, 3))
+    bound[ops[4].name] = SequenceMask(0, additive=True) if masked else None
+    lifter.outputs(ops, lifter.run(ops, bound))
+    assert lifter.unknown == []
+    kernel = f"aten::_scaled_dot_product_{name}_attention"
+    (forward,) = (n for n in builder.nodes if n.op == "attention")
+    (backward,) = (n for n in builder.nodes if n.op == "attention_backward")
+    assert (forward.kernel, backward.kernel) == (kernel, f"{kernel}_backward")
+    for node in (forward, backward):
+        assert {key: node.attr(key) for key in ("mask", "window", "softcap", "heads", "kv_heads", "scale")} == {
+            "mask": "causal", "window": 0, "softcap": 0.0, "heads": 3, "kv_heads": 3, "scale": 0.5,
+        }  # fmt: skip
+    assert [builder.nodes[i].attr("name") for i in forward.inputs] == ["q", "k", "v"]
+    assert [builder.nodes[i].attr("name") for i in backward.inputs] == ["grad", "q", "k", "v"]
+
+
+def test_one_mask_for_every_head_is_recognised():
+    batch = sequences(torch.arange(11).expand(2, -1), RIGHT)
+    mask = torch.ones(11, 11).tril().bool().expand(2, 1, 11, 11)
+    assert batch.recognise(mask.expand(2, 5, 11, 11)) == SequenceMask(0)
+    assert batch.recognise(mask.repeat(1, 5, 1, 1)) is None
+
+
 # --------------------------------------------------------------------------------------------------------------- bias
 
 

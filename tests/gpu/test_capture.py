@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import jetgraph
+from jetgraph.replay import replay_step
 from jetgraph.trainer import capture_step
 from tests.core.small_models import random_ids, random_model
 
@@ -36,3 +38,26 @@ def test_the_gpu_captures_the_terms_that_the_cpu_captures(policy):
 
     for name, (shape, options) in BATCHES.items():
         assert terms("cuda", shape, options) == terms("cpu", shape, options), name
+
+
+@pytest.mark.parametrize(("backend", "name", "arrangements"), [
+    pytest.param(SDPBackend.CUDNN_ATTENTION, "cudnn", tuple(BATCHES), id="cudnn"),
+    pytest.param(SDPBackend.FLASH_ATTENTION, "flash", ("one", "two"), id="flash"),  # it takes no mask
+    pytest.param(SDPBackend.EFFICIENT_ATTENTION, "efficient", ("padded left", "packed"), id="efficient"),  # nor groups
+])  # fmt: skip
+def test_a_stock_step_replays_its_own_attention(backend, name, arrangements):
+    """Which of its kernels torch takes is its own affair; the graph names it, and the replay runs it."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with sdpa_kernel(backend):
+        model = jetgraph.compile(random_model("llama").to("cuda"), "bf16", provider="stock")
+        for arrangement in arrangements:
+            shape, options = BATCHES[arrangement]
+            given = {key: value.to("cuda") for key, value in options.items()}
+            step = capture_step(model.jetgraph, random_ids(model, *shape).to("cuda"), **given)
+            assert step.graph.meta["unknown"] == [], arrangement
+            kernels = {n.kernel for n in step.graph.nodes if n.op == "attention"}
+            assert kernels == {f"aten::_scaled_dot_product_{name}_attention"}, arrangement
+            cases = replay_step(model, step).meta["replay"]["cases"]
+            # gradients may be added in another order each time (cuDNN, flash): they are computed, not compared
+            assert [case.split(": ")[1] for case in cases[:2]] == ["equal", "equal"], (arrangement, cases)
