@@ -10,10 +10,10 @@
 #   m  mismatch: 3 or 4 pairs on one or two models (330)        f  the shortest of a and c, for another vLLM (90)
 #   r  speed of BF16, stock FP8, ours (300; timed)              i  speed of ours and batch-invariant (200; timed)
 #   s  what a sync costs (180; timed)
-#   v  diverge: a live engine, ours and stock in BF16, beside training; its engines take the whole GPU (150)
+#   v  diverge: a live engine, ours and stock in BF16, beside training; its engines take the whole GPU (500)
 #
 # Calls, most valuable first; each fits a machine of ten minutes, and r's and s's models stay in $WORK for the next call:
-#   engine.sh abpcd 360        engine.sh r,i 570        engine.sh m,s 570        engine.sh f 180 (with the other vLLM)
+#   engine.sh abpcd 360        engine.sh r,i 570        engine.sh m,s 570        engine.sh f 180 (with the other vLLM)        engine.sh v 590
 #
 # vLLM is installed, or on PYTHONPATH; step d needs pytest (the kit `base`).  SmolLM2's weights are those of $SMOLLM2, or of
 # $KIT; without them only random models run.  TINY=1 rehearses everything on any machine, and its figures mean nothing.
@@ -62,8 +62,8 @@ run() {
     s) try sync 300 python3 -m benchmarks.sync "${tiny[@]}" --work "$WORK/speed" --staging device --turns "${TURNS:-3}" \
       --json "$out/sync.json" ;;
     v)
-      try diverge 180 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --work "$WORK/diverge"
-      try diverge-stock 180 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --policy bf16 --stock \
+      try diverge 300 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --work "$WORK/diverge"
+      try diverge-stock 300 python3 -m jetgraph.cli diverge "$bf16" --device "$device" --tokens 24 --policy bf16 --stock \
         --work "$WORK/diverge" # 1: it differs, and where is named
       ;;
     f)
