@@ -16,6 +16,8 @@ from jetgraph.graph import Node
 from jetgraph.lowering import torch_ops  # noqa: F401  (defines torch.ops.jetgraph)
 
 aten = torch.ops.aten
+ALIGNMENT = 8
+"""Elements of a mask's row that the memory-efficient kernel wants a multiple of (ATen's ``mem_eff_alignment``)."""
 
 
 def attention(node: Node, q: Tensor, k: Tensor, v: Tensor, batch: Batch = ONE_SEQUENCE) -> Tensor:
@@ -23,7 +25,7 @@ def attention(node: Node, q: Tensor, k: Tensor, v: Tensor, batch: Batch = ONE_SE
     heads = [_by_head(node, x, batch) for x in (q, k, v)]
     if _ours(node, q):
         return torch.ops.jetgraph.attention(*heads, *_options(node), batch.first)[0].flatten(2).flatten(0, 1)
-    return _by_token(_stock(node).forward(*heads, **_stock_options(node, batch))[0])
+    return _by_token(_stock(node, q).forward(*heads, **_stock_options(node, batch))[0])
 
 
 def attention_backward(
@@ -37,7 +39,7 @@ def attention_backward(
         forward = torch.ops.jetgraph.attention(*heads, *options)
         grads = torch.ops.jetgraph.attention_backward(d_out.transpose(1, 2), *heads, *forward, *options)
     else:
-        stock, options = _stock(node), _stock_options(node, batch)
+        stock, options = _stock(node, q), _stock_options(node, batch)
         grads = stock.backward(d_out, *heads, stock.forward(*heads, **options), **options)
     return tuple(_by_token(g) for g in grads)
 
@@ -100,15 +102,16 @@ def _flash_backward(grad, q, k, v, forward, *, causal: bool, mask: None, scale: 
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
-    k, v = _repeated(k, q), _repeated(v, q)
+    k, v, mask = _repeated(k, q), _repeated(v, q), _aligned(mask, q)
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
 
 
 def _efficient_backward(grad, q, k, v, forward, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
-    which = [True, True, True, False]
-    return aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, mask, *forward, 0.0, which, causal, scale=scale
-    )[:3]
+    repeated, which = (_repeated(k, q), _repeated(v, q), _aligned(mask, q)), [True, True, True, False]
+    d_q, *d_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, *repeated, *forward, 0.0, which, causal, scale=scale
+    )
+    return d_q, *(g.unflatten(1, (k.shape[1], -1)).sum(2) for g in d_kv)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float) -> tuple:
@@ -125,6 +128,15 @@ def _cudnn_backward(grad, q, k, v, forward, *, causal: bool, mask: Tensor | None
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
     """K or V with a head for each of the queries': this kernel knows no groups."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """[B, H, S, S]: the mask as `scaled_dot_product_attention` hands it to this kernel, in rows of whole words."""
+    if mask is None:
+        return None
+    num_keys = mask.shape[-1]
+    wide = torch.nn.functional.pad(mask, (0, -num_keys % ALIGNMENT))
+    return wide[..., :num_keys].expand(q.shape[0], q.shape[1], -1, -1)
 
 
 class Stock(NamedTuple):
@@ -145,6 +157,6 @@ STOCK = {
 }
 
 
-def _stock(node: Node) -> Stock:
-    """Torch's kernel that ran; for an engine's on a CPU, torch's there."""
-    return STOCK.get(_name(node), Stock(_cpu, _cpu_backward))
+def _stock(node: Node, q: Tensor) -> Stock:
+    """Torch's kernel that ran; on a CPU the one that there is, whoever's ran."""
+    return STOCK[_name(node)] if q.is_cuda else Stock(_cpu, _cpu_backward)

@@ -16,6 +16,7 @@ from jetgraph.lift.lifter import (
     Lifter,
     LiftError,
     Nothing,
+    PaddedMask,
     QuantizedHalf,
     SequenceMask,
     Zeros,
@@ -96,6 +97,10 @@ def _slice(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any
     if isinstance(args[0], SequenceMask):
         return _whole_mask(frame, op, args[0])
     value, dim, start, stop, step = with_defaults(args, 0, None, None, 1)
+    if isinstance(value, PaddedMask):
+        columns = dim in (-1, len(frame.shape(op)) - 1) and not start and step == 1
+        refuse_unless(columns and frame.shape(op)[-1] == value.num_keys, "part of a mask")
+        return value.mask
     refuse_unless(step == 1, f"slice with step {step}")
     stop = None if stop is None or stop >= 1 << 31 else frame.sizes(stop)
     return lift.layouts.slice(value, dim, start, stop)

@@ -18,7 +18,17 @@ from typing import Any
 
 from jetgraph.graph import Attr, Phase
 from jetgraph.layout import Value
-from jetgraph.lift.lifter import Filled, Frame, Lifter, SequenceMask, SequenceStarts, handles, only, refuse_unless
+from jetgraph.lift.lifter import (
+    Filled,
+    Frame,
+    Lifter,
+    PaddedMask,
+    SequenceMask,
+    SequenceStarts,
+    handles,
+    only,
+    refuse_unless,
+)
 from jetgraph.normal_form import as_f32
 from jetgraph.precision import BF16, F32, Format
 from jetgraph.record import Op
@@ -200,6 +210,17 @@ def _where(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any
     numbers = [x.value if isinstance(x, Filled) else None for x in (seen, hidden)]
     refuse_unless(numbers == [0.0, float("-inf")], f"a mask of {numbers}")
     return replace(mask, additive=True)
+
+
+@handles("aten.constant_pad_nd")
+def _padded_mask(lift: Lifter, frame: Frame, op: Op, args: tuple, kwargs: dict) -> Any:
+    """SDPA gives a mask aligned rows for the memory-efficient kernel, and cuts it again."""
+    only(kwargs)
+    mask, (before, after, *others) = args[:2]
+    source = frame.spec(op.args[0])
+    refuse_unless(isinstance(mask, SequenceMask) and source is not None, "padding of anything but a mask")
+    refuse_unless(not others and frame.sizes(before) == 0 and frame.sizes(after) >= 0, f"padding by {args[1]}")
+    return PaddedMask(mask, frame.sizes(source.shape[-1]))  # type: ignore[union-attr]
 
 
 @handles("aten.scalar_tensor", "aten.full")

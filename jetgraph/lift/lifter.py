@@ -73,6 +73,14 @@ class SequenceMask:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedMask:
+    """A mask with more columns after its last key, for a kernel that wants rows to start at certain addresses."""
+
+    mask: SequenceMask
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class Nothing:
     """A tensor without elements: it holds no number, whatever made it."""
 

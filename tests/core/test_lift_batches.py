@@ -205,6 +205,21 @@ def test_the_attention_that_torch_runs_on_a_gpu_is_lifted(name, masked):
     assert [builder.nodes[i].attr("name") for i in backward.inputs] == ["grad", "q", "k", "v"]
 
 
+@pytest.mark.parametrize(("columns", "known"), [(11, True), (10, False)])
+def test_a_mask_that_is_padded_and_cut_again_is_the_mask(columns, known):
+    """As SDPA does for the memory-efficient kernel: rows of 11 become rows of 16, of which 11 are read."""
+
+    def call(mask):
+        wide = torch.nn.functional.pad(mask, (0, 5))
+        return wide[..., :columns].expand(2, 3, 11, columns)
+
+    ops = record_graph(make_fx(call)(torch.zeros(2, 1, 11, 11, dtype=torch.bfloat16)))
+    lifter = Lifter(TermBuilder(), (2, 11))
+    mask = SequenceMask(0, additive=True)
+    (out,) = lifter.outputs(ops, lifter.run(ops, {ops[0].name: mask}))
+    assert (out == mask, lifter.unknown == []) == (known, known)
+
+
 def test_one_mask_for_every_head_is_recognised():
     batch = sequences(torch.arange(11).expand(2, -1), RIGHT)
     mask = torch.ones(11, 11).tril().bool().expand(2, 1, 11, 11)
