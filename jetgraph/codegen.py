@@ -76,7 +76,9 @@ class Execution:
                 f"{inexact.target} ({inexact.name}) would be computed by Inductor, in an order or rounding of its own"
             )
         else:
-            self._generated = generate(graph, inputs, self.is_forward)
+            # a backward graph may be compiled when it first runs, while a recorder is at work that must not see this
+            with _disable_current_modes():
+                self._generated = generate(graph, inputs, self.is_forward)
 
     @property
     def by(self) -> str:
@@ -136,9 +138,8 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # a backward graph may be compiled when it first runs, while a recorder is at work that is not to see it traced;
     # where sizes are fixed, a decomposition makes constants
-    with _disable_current_modes(), detect_fake_mode(inputs) or contextlib.nullcontext(), _layouts_unasked():
+    with detect_fake_mode(inputs) or contextlib.nullcontext(), _layouts_unasked():
         decomposed = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
     for node in decomposed.graph.nodes:  # AOTAutograd's own tracing would mark them; ours comes after it
         if node.op == "call_function" and any(map(_is_narrow, (node, *node.all_input_nodes))):
@@ -152,8 +153,7 @@ def generate(graph: GraphModule, inputs: Sequence[Any], is_forward: bool) -> Cal
         options["pattern_matcher"] = False
     # Inductor's cache on disk knows our operators by name alone, and its code expects results that lie as they did
     tag = f"{torch.compiler.config.cache_key_tag} jetgraph {sources()}"
-    caching = torch.compiler.config.patch(cache_key_tag=tag)
-    with _disable_current_modes(), config.patch(options), caching, _layouts_unasked():
+    with config.patch(options), torch.compiler.config.patch(cache_key_tag=tag), _layouts_unasked():
         return compile_fx_inner(decomposed, inputs)  # type: ignore[return-value]
 
 

@@ -154,35 +154,33 @@ def test_what_is_not_proven_is_unknown(first, rows):
 SDPA = torch.ops.aten
 
 
-def sdpa(name, q, k, v, grad, mask):
+def sdpa(name, q, k, v, grad, mask, dropout=0.0):
     """Out and gradients of one of torch's kernels, called as its schema says."""
     if name == "flash":
-        out, *rest, _debug = SDPA._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=0.5)
+        out, *rest, _debug = SDPA._scaled_dot_product_flash_attention(q, k, v, dropout, True, scale=0.5)
         lse, *sizes, seed, offset = rest
         return out, *SDPA._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, *sizes, 0.0, True, seed, offset, scale=0.5
+            grad, q, k, v, out, lse, *sizes, dropout, True, seed, offset, scale=0.5
         )
     if name == "efficient":
-        out, *rest = SDPA._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, mask is None, scale=0.5)
+        out, *rest = SDPA._scaled_dot_product_efficient_attention(q, k, v, mask, True, dropout, mask is None, scale=0.5)
         return out, *SDPA._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, mask, out, *rest, 0.0, [True, True, True, False], mask is None, scale=0.5
+            grad, q, k, v, mask, out, *rest, dropout, [True, True, True, False], mask is None, scale=0.5
         )[:3]
     out, lse, *sizes, seed, offset, _debug = SDPA._scaled_dot_product_cudnn_attention(
-        q, k, v, mask, True, 0.0, mask is None, scale=0.5
+        q, k, v, mask, True, dropout, mask is None, scale=0.5
     )
     return out, *SDPA._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse, seed, offset, mask, *sizes, 0.0, mask is None, scale=0.5
+        grad, q, k, v, out, lse, seed, offset, mask, *sizes, dropout, mask is None, scale=0.5
     )
 
 
-@pytest.mark.parametrize(("name", "masked"), [
-    ("flash", False), ("efficient", False), ("efficient", True), ("cudnn", False), ("cudnn", True),
-])  # fmt: skip
-def test_the_attention_that_torch_runs_on_a_gpu_is_lifted(name, masked):
+def lifted_sdpa(name, masked, dropout=0.0):
+    """The lifter after `sdpa` over [2, 3, 8, 64], with a proven mask or none."""
     shape = (2, 3, 8, 64)
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4)]
     mask = torch.empty(2, 1, 8, 8, dtype=torch.bfloat16, device="meta") if masked else None
-    ops = record_graph(make_fx(lambda *given: sdpa(name, *given))(*tensors, mask))
+    ops = record_graph(make_fx(lambda *given: sdpa(name, *given, dropout))(*tensors, mask))
     builder = TermBuilder()
     lifter = Lifter(builder, (2, 8))
     bound = {}
@@ -192,6 +190,15 @@ def test_the_attention_that_torch_runs_on_a_gpu_is_lifted(name, masked):
         bound[op.name] = lifter.layouts.permute(flat, (0, 2, 1, 3))
     bound[ops[4].name] = SequenceMask(0, additive=True) if masked else None
     lifter.outputs(ops, lifter.run(ops, bound))
+    return lifter
+
+
+@pytest.mark.parametrize(("name", "masked"), [
+    ("flash", False), ("efficient", False), ("efficient", True), ("cudnn", False), ("cudnn", True),
+])  # fmt: skip
+def test_the_attention_that_torch_runs_on_a_gpu_is_lifted(name, masked):
+    lifter = lifted_sdpa(name, masked)
+    builder = lifter.builder
     assert lifter.unknown == []
     kernel = f"aten::_scaled_dot_product_{name}_attention"
     (forward,) = (n for n in builder.nodes if n.op == "attention")
@@ -203,6 +210,15 @@ def test_the_attention_that_torch_runs_on_a_gpu_is_lifted(name, masked):
         }  # fmt: skip
     assert [builder.nodes[i].attr("name") for i in forward.inputs] == ["q", "k", "v"]
     assert [builder.nodes[i].attr("name") for i in backward.inputs] == ["grad", "q", "k", "v"]
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_dropout_in_it_is_refused(name):
+    lifter = lifted_sdpa(name, False, dropout=0.1)
+    assert not any(node.op.startswith("attention") for node in lifter.builder.nodes)
+    refused = [text.split(" at ")[0] for text in lifter.unknown]
+    call = f"aten._scaled_dot_product_{name}_attention"
+    assert refused == [f"{call}.default: attention dropout", f"{call}_backward.default: attention dropout"]
 
 
 @pytest.mark.parametrize(("columns", "known"), [(11, True), (10, False)])
