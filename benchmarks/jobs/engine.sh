@@ -13,7 +13,8 @@
 #   v  diverge: a live engine, ours and stock in BF16, beside training; its engines take the whole GPU (500)
 #
 # Calls, most valuable first; each fits a machine of ten minutes, and r's and s's models stay in $WORK for the next call:
-#   engine.sh abpcd 360        engine.sh r,i 570        engine.sh m,s 570        engine.sh f 180 (with the other vLLM)        engine.sh v 590
+#   engine.sh abpcd 360      engine.sh r,i 570      engine.sh m,s 570      engine.sh f 180 (with the other vLLM)
+#   engine.sh v 590
 #
 # vLLM is installed, or on PYTHONPATH; step d needs pytest (the kit `base`).  SmolLM2's weights are those of $SMOLLM2, or of
 # $KIT; without them only random models run.  TINY=1 rehearses everything on any machine, and its figures mean nothing.
